@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 
 import typer
 from click.exceptions import ClickException
 from rich.console import Console
 
+from kvfleet import commands
 from kvfleet.core.findings import KvfleetError
 from kvfleet.exits import Exit
 
@@ -18,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+for _command in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
+    importlib.import_module(f"{commands.__name__}.{_command}").register(app)
 
 
 def main() -> None:
