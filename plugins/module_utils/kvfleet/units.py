@@ -9,7 +9,18 @@ MIB = 1024**2
 GIB = 1024**3
 TIB = 1024**4
 
-_FACTORS = {"": 1, "b": 1, "k": KIB, "kib": KIB, "m": MIB, "mib": MIB, "g": GIB, "gib": GIB, "t": TIB, "tib": TIB}
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "m": MIB,
+    "mib": MIB,
+    "g": GIB,
+    "gib": GIB,
+    "t": TIB,
+    "tib": TIB,
+}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -33,5 +44,9 @@ def human_bytes(size_bytes: float) -> str:
     """Bytes for people: ``"1.56 TiB"``, ``"128 MiB"``; three significant digits, binary units."""
     for name, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(size_bytes) >= factor:
-            return f"{size_bytes / factor:.3g} {name}" if size_bytes / factor < 1000 else f"{size_bytes / factor:.0f} {name}"
+            return (
+                f"{size_bytes / factor:.3g} {name}"
+                if size_bytes / factor < 1000
+                else f"{size_bytes / factor:.0f} {name}"
+            )
     return f"{size_bytes:.0f} B"

@@ -1,0 +1,254 @@
+"""From the plan's numbers to what the units execute: argument lists and environments of servers and instances.
+
+Flags are those of vLLM 0.19 - 0.32 and LMCache 0.4.4 - 0.5.6 as their own ``--help`` prints them. Templates print
+what this module returns and add nothing, so that the sum in the plan is the sum in the units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from .units import GIB
+
+#: No instance may answer for longer than this while it stops; the unit's stop timeout must exceed it.
+DEFAULT_SHUTDOWN_TIMEOUT_S = 20
+#: A first start compiles kernels: 214 s were seen on an H200, so the deadline is far above it.
+DEFAULT_STARTUP_DEADLINE_S = 900
+
+#: LMCache loses a server that restarts faster than the heartbeat; 3 s keeps that window small.
+_HEARTBEAT_INTERVAL_S = 3
+_MESSAGE_TIMEOUT_S = 30
+
+_NO_TELEMETRY = {"DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false"}
+
+
+def attach_commands(plan: dict[str, Any]) -> None:
+    """Add ``command``, ``environment`` and, for in-process releases, ``lmcache_config`` to every service of ``plan``.
+
+    Also sets every server's ``base_path`` (disk profile) because the directory's name carries the fingerprint of what
+    makes old KV unusable. Changes ``plan`` in place; needs the keys of docs/architecture.md, "The plan".
+    """
+    instances = {instance["name"]: instance for instance in plan["instances"]}
+    for server in plan["servers"]:
+        served = [instances[name] for name in server["instances"]]
+        if server.get("quota_gib"):
+            server["base_path"] = (
+                f"{plan['paths']['cache_data']}/{server['name']}/{tier_fingerprint(plan, server, served)}"
+            )
+        else:
+            server["base_path"] = None
+        server["command"] = server_command(plan, server)
+        server["environment"] = server_environment(plan)
+    servers = {server["name"]: server for server in plan["servers"]}
+    for instance in plan["instances"]:
+        instance["lmcache_config"] = in_process_config(plan, instance)
+        instance["environment"] = instance_environment(plan, instance)
+        instance["command"] = instance_command(plan, instance, servers.get(instance.get("server") or ""))
+
+
+def tier_fingerprint(plan: dict[str, Any], server: dict[str, Any], served: list[dict[str, Any]]) -> str:
+    """Name of the disk tier's directory: 16 hex digits over everything that makes stored KV unusable.
+
+    LMCache's file names hold model, rank, chunk hash and salt, but neither dtype, weights revision, chunk size nor
+    version, and files have no checksum (``native_connector_l2_adapter.py`` of LMCache 0.5.6).
+    """
+    parts = {
+        "vllm": plan["release"]["vllm"],
+        "lmcache": plan["release"]["lmcache"],
+        "chunk_tokens": server["chunk_tokens"],
+        "instances": [
+            {
+                key: instance.get(key)
+                for key in (
+                    "model",
+                    "model_digest",
+                    "dtype",
+                    "kv_cache_dtype",
+                    "tensor_parallel_size",
+                    "block_size_tokens",
+                )
+            }
+            for instance in sorted(served, key=lambda instance: str(instance["name"]))
+        ],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
+    """Argument list of one LMCache server; sizes in GiB, ports on loopback only (the request port has no authentication)."""
+    command = [
+        f"{plan['paths']['current']}/bin/lmcache",
+        "server",
+        "--host", "127.0.0.1",
+        "--port", str(server["port"]),
+        "--http-host", "127.0.0.1",
+        "--http-port", str(server["http_port"]),
+        "--l1-size-gb", _number(server["l1_gib"]),
+        "--chunk-size", str(server["chunk_tokens"]),
+        "--eviction-policy", "LRU",
+        "--eviction-trigger-watermark", _number(server.get("eviction_trigger_watermark", 0.8)),
+        "--eviction-ratio", _number(server.get("eviction_ratio", 0.2)),
+        "--max-gpu-workers", str(max(1, len(server["instances"]))),
+    ]  # fmt: skip
+    if plan["host"]["accelerator"] == "cpu":
+        # the CPU engine picks engine_driven transfers, which the server's default mode refuses without a word
+        command += ["--supported-transfer-mode", "auto"]
+        if server.get("shm_name"):
+            command += ["--shm-name", server["shm_name"]]
+    if server.get("base_path"):
+        adapter = {
+            "type": "fs_native",
+            "base_path": server["base_path"],
+            "num_workers": 4,
+            "use_odirect": bool(server.get("use_odirect", True)),
+            "max_capacity_gb": server["quota_gib"],
+            # without this block max_capacity_gb only counts and deletes nothing
+            "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.2},
+        }
+        command += ["--l2-adapter", _compact_json(adapter)]
+    return command
+
+
+def server_environment(plan: dict[str, Any]) -> dict[str, str]:
+    """Environment of an LMCache server."""
+    return {
+        **_home_environment(plan),
+        **_NO_TELEMETRY,
+        "LMCACHE_DISABLE_BANNER": "1",
+        # the same seed in every process that hashes prompts
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def instance_command(
+    plan: dict[str, Any], instance: dict[str, Any], server: dict[str, Any] | None
+) -> list[str]:
+    """Argument list of one vLLM instance; ``server`` is its LMCache server, if its profile has one."""
+    command = [
+        f"{plan['paths']['current']}/bin/vllm",
+        "serve",
+        instance["model"],
+        "--host", instance.get("host", "127.0.0.1"),
+        "--port", str(instance["port"]),
+        "--served-model-name", instance["served_model_name"],
+        "--tensor-parallel-size", str(instance["tensor_parallel_size"]),
+        "--max-model-len", str(instance["max_model_len"]),
+        "--max-num-seqs", str(instance["max_num_seqs"]),
+        "--kv-cache-dtype", instance.get("kv_cache_dtype", "auto"),
+        "--dtype", instance.get("dtype", "auto"),
+        "--block-size", str(instance["block_size_tokens"]),
+        "--shutdown-timeout", str(instance.get("shutdown_timeout_s", DEFAULT_SHUTDOWN_TIMEOUT_S)),
+        "--disable-access-log-for-endpoints", "/health,/metrics",
+    ]  # fmt: skip
+    if instance.get("kv_cache_memory_bytes"):
+        command += ["--kv-cache-memory-bytes", str(instance["kv_cache_memory_bytes"])]
+    else:
+        command += ["--gpu-memory-utilization", _number(instance["gpu_memory_utilization"])]
+    if instance.get("enforce_eager"):
+        command.append("--enforce-eager")
+    if instance.get("trust_remote_code"):
+        command.append("--trust-remote-code")
+    transfer = kv_transfer_config(plan, instance, server)
+    if transfer:
+        command += ["--kv-transfer-config", _compact_json(transfer)]
+    return command
+
+
+def kv_transfer_config(
+    plan: dict[str, Any], instance: dict[str, Any], server: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """vLLM's ``--kv-transfer-config``: the release decides the connector, never free text; ``None`` for profile ``gpu``."""
+    release = plan["release"]
+    if instance["profile"] == "gpu" or release["mode"] == "none":
+        return None
+    config: dict[str, Any] = {
+        "kv_connector": release["connector"],
+        "kv_role": "kv_both",
+        "engine_id": f"kvfleet-{instance['name']}",
+        # a cache that cannot deliver must cost time, not the request
+        "kv_load_failure_policy": "recompute",
+    }
+    if release.get("connector_module_path"):
+        config["kv_connector_module_path"] = release["connector_module_path"]
+    if server is not None:
+        config["kv_connector_extra_config"] = {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": server["port"],
+            "lmcache.mp.mq_timeout": _MESSAGE_TIMEOUT_S,
+            "lmcache.mp.heartbeat_interval": _HEARTBEAT_INTERVAL_S,
+        }
+    return config
+
+
+def in_process_config(plan: dict[str, Any], instance: dict[str, Any]) -> dict[str, Any] | None:
+    """LMCache's settings for releases that run it inside vLLM; both sizes are GiB per rank there."""
+    if plan["release"]["mode"] != "in_process" or instance["profile"] == "gpu":
+        return None
+    config: dict[str, Any] = {
+        "chunk_size": instance["chunk_tokens"],
+        "local_cpu": True,
+        "max_local_cpu_size": instance["buffer_gib_per_gpu"],
+        "pre_caching_hash_algorithm": "sha256_cbor",
+    }
+    if instance["profile"] == "disk":
+        config["local_disk"] = f"file://{plan['paths']['cache_data']}/{instance['name']}/"
+        config["max_local_disk_size"] = instance["quota_gib"] / instance["tensor_parallel_size"]
+        config["extra_config"] = {"use_odirect": bool(instance.get("use_odirect", True))}
+    return config
+
+
+def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict[str, str]:
+    """Environment of one vLLM instance: its GPUs, its port range, its caches, and no way to the network."""
+    environment = {
+        **_home_environment(plan),
+        **_NO_TELEMETRY,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        # first port of the engine's internal range; instances would race for the same ones otherwise
+        "VLLM_PORT": str(instance["internal_port"]),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(instance.get("startup_deadline_s", DEFAULT_STARTUP_DEADLINE_S)),
+    }
+    if instance["gpus"]:
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu["uuid"] for gpu in instance["gpus"])
+    if instance.get("lmcache_config"):
+        environment["LMCACHE_CONFIG_FILE"] = (
+            f"{plan['paths']['etc']}/kvfleet-vllm@{instance['name']}.lmcache.yaml"
+        )
+    return environment
+
+
+def _home_environment(plan: dict[str, Any]) -> dict[str, str]:
+    """Every cache that the engine and its libraries write, below the service's own directory and kept across restarts."""
+    state = plan["paths"]["state"]
+    return {
+        "HOME": state,
+        "XDG_CACHE_HOME": f"{state}/cache",
+        "HF_HOME": f"{state}/cache/huggingface",
+        "VLLM_CACHE_ROOT": f"{state}/cache/vllm",
+        "TRITON_CACHE_DIR": f"{state}/cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{state}/cache/inductor",
+        "NUMBA_CACHE_DIR": f"{state}/cache/numba",
+    }
+
+
+def memory_limit_gib(l1_gib: float) -> float:
+    """GiB that an LMCache server may hold: L1 + 5, the rule of LMCache's own operator."""
+    return l1_gib + 5
+
+
+def pool_gib(instance: dict[str, Any]) -> float:
+    """The engine's own KV memory per rank in GiB."""
+    return float(instance["gpu_kv_pool_bytes_per_rank"]) / GIB
+
+
+def _number(value: float) -> str:
+    """A number as the shortest text that means the same: ``1``, ``0.25``."""
+    return f"{value:g}"
+
+
+def _compact_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
