@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, Protocol, Sequence
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,11 @@ class CommandResult:
 class CommandRunner(Protocol):
     """Anything that runs an argument list and returns a :class:`CommandResult`; never raises for a failing command."""
 
-    def __call__(
-        self, argv: Sequence[str], *, stdin: Optional[str] = None, timeout_s: float = 60.0
-    ) -> CommandResult:
+    def __call__(self, argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
         """Run ``argv`` without a shell."""
 
 
-def run_command(
-    argv: Sequence[str], *, stdin: Optional[str] = None, timeout_s: float = 60.0
-) -> CommandResult:
+def run_command(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
     """Run ``argv`` for real, in the C locale, with no terminal and no inherited standard input.
 
     A missing program is status 127 and a command that ran past ``timeout_s`` seconds is killed and status 124,
@@ -41,7 +38,7 @@ def run_command(
     """
     environment = dict(os.environ, LC_ALL="C", LANG="C")
     try:
-        done = subprocess.run(  # noqa: S603 - an argument list, never a shell
+        done = subprocess.run(
             list(argv),
             input=stdin if stdin is not None else "",
             capture_output=True,

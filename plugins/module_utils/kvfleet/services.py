@@ -77,7 +77,7 @@ def tier_fingerprint(plan: dict[str, Any], server: dict[str, Any], served: list[
 
 
 def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
-    """Argument list of one LMCache server; sizes in GiB, ports on loopback only (the request port has no authentication)."""
+    """Argument list of one LMCache server; sizes in GiB, and loopback only: its ports know no authentication."""
     command = [
         f"{plan['paths']['current']}/bin/lmcache",
         "server",
@@ -122,9 +122,7 @@ def server_environment(plan: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def instance_command(
-    plan: dict[str, Any], instance: dict[str, Any], server: dict[str, Any] | None
-) -> list[str]:
+def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dict[str, Any] | None) -> list[str]:
     """Argument list of one vLLM instance; ``server`` is its LMCache server, if its profile has one."""
     command = [
         f"{plan['paths']['current']}/bin/vllm",
@@ -159,7 +157,7 @@ def instance_command(
 def kv_transfer_config(
     plan: dict[str, Any], instance: dict[str, Any], server: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """vLLM's ``--kv-transfer-config``: the release decides the connector, never free text; ``None`` for profile ``gpu``."""
+    """vLLM's ``--kv-transfer-config``: the release names the connector; ``None`` for profile ``gpu``."""
     release = plan["release"]
     if instance["profile"] == "gpu" or release["mode"] == "none":
         return None
@@ -215,14 +213,12 @@ def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu["uuid"] for gpu in instance["gpus"])
     if instance.get("lmcache_config"):
-        environment["LMCACHE_CONFIG_FILE"] = (
-            f"{plan['paths']['etc']}/kvfleet-vllm@{instance['name']}.lmcache.yaml"
-        )
+        environment["LMCACHE_CONFIG_FILE"] = f"{plan['paths']['etc']}/kvfleet-vllm@{instance['name']}.lmcache.yaml"
     return environment
 
 
 def _home_environment(plan: dict[str, Any]) -> dict[str, str]:
-    """Every cache that the engine and its libraries write, below the service's own directory and kept across restarts."""
+    """Every cache that the engine and its libraries write, in the service's own directory, kept across restarts."""
     state = plan["paths"]["state"]
     return {
         "HOME": state,
