@@ -10,8 +10,6 @@ import hashlib
 import json
 from typing import Any
 
-from .units import GIB
-
 #: No instance may answer for longer than this while it stops; the unit's stop timeout must exceed it.
 DEFAULT_SHUTDOWN_TIMEOUT_S = 20
 #: A first start compiles kernels: 214 s were seen on an H200, so the deadline is far above it.
@@ -40,12 +38,17 @@ def attach_commands(plan: dict[str, Any]) -> None:
         else:
             server["base_path"] = None
         server["command"] = server_command(plan, server)
+        server["exec_start"] = exec_start(server["command"])
         server["environment"] = server_environment(plan)
     servers = {server["name"]: server for server in plan["servers"]}
     for instance in plan["instances"]:
+        instance.setdefault("host", "127.0.0.1")
+        instance.setdefault("startup_deadline_s", DEFAULT_STARTUP_DEADLINE_S)
+        instance.setdefault("shutdown_timeout_s", DEFAULT_SHUTDOWN_TIMEOUT_S)
         instance["lmcache_config"] = in_process_config(plan, instance)
         instance["environment"] = instance_environment(plan, instance)
         instance["command"] = instance_command(plan, instance, servers.get(instance.get("server") or ""))
+        instance["exec_start"] = exec_start(instance["command"])
 
 
 def tier_fingerprint(plan: dict[str, Any], server: dict[str, Any], served: list[dict[str, Any]]) -> str:
@@ -128,7 +131,7 @@ def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dic
         f"{plan['paths']['current']}/bin/vllm",
         "serve",
         instance["model"],
-        "--host", instance.get("host", "127.0.0.1"),
+        "--host", instance["host"],
         "--port", str(instance["port"]),
         "--served-model-name", instance["served_model_name"],
         "--tensor-parallel-size", str(instance["tensor_parallel_size"]),
@@ -137,7 +140,7 @@ def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dic
         "--kv-cache-dtype", instance.get("kv_cache_dtype", "auto"),
         "--dtype", instance.get("dtype", "auto"),
         "--block-size", str(instance["block_size_tokens"]),
-        "--shutdown-timeout", str(instance.get("shutdown_timeout_s", DEFAULT_SHUTDOWN_TIMEOUT_S)),
+        "--shutdown-timeout", str(instance["shutdown_timeout_s"]),
         "--disable-access-log-for-endpoints", "/health,/metrics",
     ]  # fmt: skip
     if instance.get("kv_cache_memory_bytes"):
@@ -207,7 +210,7 @@ def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict
         "PYTHONHASHSEED": "0",
         # first port of the engine's internal range; instances would race for the same ones otherwise
         "VLLM_PORT": str(instance["internal_port"]),
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(instance.get("startup_deadline_s", DEFAULT_STARTUP_DEADLINE_S)),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(instance["startup_deadline_s"]),
     }
     if instance["gpus"]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
@@ -231,14 +234,29 @@ def _home_environment(plan: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def memory_limit_gib(l1_gib: float) -> float:
-    """GiB that an LMCache server may hold: L1 + 5, the rule of LMCache's own operator."""
-    return l1_gib + 5
+def exec_start(command: list[str]) -> str:
+    """``command`` as the value of a unit's ``ExecStart=``: quoted for systemd, an option and its value on a line."""
+    lines: list[str] = []
+    for word in command:
+        # an option starts a line; the program, its subcommand and positional words stay together
+        if word.startswith("--") or not lines:
+            lines.append(systemd_quote(word))
+        else:
+            lines[-1] += " " + systemd_quote(word)
+    return " \\\n  ".join(lines)
 
 
-def pool_gib(instance: dict[str, Any]) -> float:
-    """The engine's own KV memory per rank in GiB."""
-    return float(instance["gpu_kv_pool_bytes_per_rank"]) / GIB
+def systemd_quote(word: str) -> str:
+    """One word of a command line as systemd reads it (systemd.syntax(7), "Quoting"; ``%`` and ``$`` doubled).
+
+    Raises ``ValueError`` for control characters, which no unit file can carry safely.
+    """
+    if any(ord(character) < 32 for character in word):
+        raise ValueError(f"a command line cannot hold control characters: {word!r}")
+    escaped = word.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$")
+    if word and not set(word) & set(" \t\"';\\"):
+        return escaped
+    return "'" + escaped.replace("'", "\\'") + "'"
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,118 @@
+#!/usr/bin/python
+# Copyright: kvfleet contributors
+# Apache License 2.0
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: service_unit
+short_description: Bring kvfleet's systemd units to the state that their files describe
+description:
+  - Enables and starts the given units in order, restarts exactly those that run with something else than what is on
+    disk now (unit file, drop-ins, settings, release), removes units of ours that are not named any more, and waits
+    until all stay up.
+  - The decision compares digests that the units record at every start, so a run that was interrupted between
+    rendering and restarting is repaired by the next one.
+options:
+  units:
+    description: Unit names in start order; a unit comes after those it needs.
+    type: list
+    elements: str
+    required: true
+  owned_prefixes:
+    description:
+      - Unit names that begin so are ours; those not in O(units) are stopped, disabled and removed, in this order.
+    type: list
+    elements: str
+    default: []
+  target:
+    description: The target that holds the units together; it is enabled.
+    type: str
+    required: true
+  helper:
+    description: Path of the C(kvfleet-unit) helper.
+    type: path
+    default: /opt/kvfleet/libexec/kvfleet-unit
+  timeout_s:
+    description: Seconds that one start or stop may take; the units' own limits are shorter.
+    type: float
+    default: 1200
+  settle_s:
+    description: Seconds that everything which was started must stay up.
+    type: float
+    default: 3
+author: kvfleet
+"""
+
+EXAMPLES = r"""
+- name: Bring servers and instances to the rendered state
+  service_unit:
+    units: [kvfleet-lmcache@0.service, kvfleet-vllm@default.service]
+    owned_prefixes: ["kvfleet-vllm@", "kvfleet-lmcache@"]
+    target: kvfleet.target
+"""
+
+RETURN = r"""
+actions:
+  description: What was done (or would be), one line each, in order.
+  returned: always
+  type: list
+  elements: str
+started:
+  description: Units that were started or restarted.
+  returned: always
+  type: list
+  elements: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.kvfleet.command import run_command
+from ansible.module_utils.kvfleet.findings import KvfleetError
+from ansible.module_utils.kvfleet.unit_control import UnitControl, decide
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "units": {"type": "list", "elements": "str", "required": True},
+            "owned_prefixes": {"type": "list", "elements": "str", "default": []},
+            "target": {"type": "str", "required": True},
+            "helper": {"type": "path", "default": "/opt/kvfleet/libexec/kvfleet-unit"},
+            "timeout_s": {"type": "float", "default": 1200},
+            "settle_s": {"type": "float", "default": 3},
+        },
+        supports_check_mode=True,
+    )
+    options = module.params
+    control = UnitControl(run_command, options["helper"])
+    if module.check_mode and run_command(["test", "-x", options["helper"]]).returncode:
+        # nothing is installed yet: everything would be started
+        module.exit_json(
+            changed=True, actions=[f"start {unit}" for unit in options["units"]], started=list(options["units"])
+        )
+    try:
+        strays = control.strays(options["owned_prefixes"], options["units"])
+        states = [control.state(unit) for unit in options["units"]]
+        actions = decide(states, strays, control.is_enabled(options["target"]), options["target"])
+        if actions.any and not module.check_mode:
+            control.apply(actions, options["timeout_s"])
+            # a server that was restarted has taken its running instances along
+            missing = [unit for unit in options["units"] if not control.state(unit).active]
+            for unit in missing:
+                control.apply(type(actions)(start=[unit]), options["timeout_s"])
+            actions.start += missing
+            control.settle(options["units"], options["settle_s"])
+    except KvfleetError as error:
+        module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
+    described = actions.describe()
+    module.exit_json(
+        changed=actions.any,
+        actions=described,
+        started=actions.start,
+        diff={"before": "", "after": "".join(f"{line}\n" for line in described)},
+    )
+
+
+if __name__ == "__main__":
+    main()
