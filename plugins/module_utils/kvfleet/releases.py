@@ -376,12 +376,8 @@ def resolve(source: Source, requested: str, host: Mapping[str, Any], *, allow_ad
     blocked_by_advisory: list[Release] = []
     refused: list[str] = []
     for release in releases:
-        if (
-            release.forbidden
-            and release.accelerator in (None, accelerator)
-            and _newer_than_all(release, releases, accelerator)
-        ):
-            reasons.append(f"{release.id} is forbidden: {release.row['reason']}")
+        if _newer_but_forbidden(release, releases, accelerator):
+            reasons.append(f"{release.id}: {release.row['reason']}")
     candidates = [r for r in releases if r.status in usable and r.accelerator == accelerator]
     for release in sorted(candidates, key=lambda r: (r.age_key, r.status == "default"), reverse=True):
         findings = _host_conditions(release.row, **facts)
