@@ -161,5 +161,5 @@ def test_dead_process_ends_the_wait_at_once(helper, monkeypatch):
 
 
 def test_deadline_says_the_last_reason(helper):
-    with pytest.raises(SystemExit, match="not ready within 0.1 s: not yet"):
+    with pytest.raises(SystemExit, match=r"not ready within 0\.1 s: not yet"):
         helper.wait_until("x", lambda: "not yet", 0.1)

@@ -18,7 +18,8 @@ from .findings import KvfleetError, refuse
 
 #: lines that only tell that something else failed; the cause stands in another line
 _CONSEQUENCES = ("See root cause above", "Engine core initialization failed", "the process ended before")
-_ERROR_LINE = re.compile(r"(?:\b[A-Za-z_.]*(?:Error|Exception)\b: .+)|(?:\bERROR\b.*)|(?:kvfleet-unit: .+)")
+_NAMED_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception)\b: .+")
+_ANY_ERROR = re.compile(r"\bERROR\b.*|kvfleet-unit: .+")
 
 
 @dataclass(frozen=True)
@@ -178,10 +179,9 @@ class UnitControl:
 
 def root_cause(journal: Sequence[str]) -> str:
     """The line that tells why a service failed: the last error that is not only the consequence of another one."""
-    errors = [match.group(0).strip() for match in map(_ERROR_LINE.search, journal) if match]
-    causes = [line for line in errors if not any(text in line for text in _CONSEQUENCES)]
-    named = [line for line in causes if re.search(r"(?:Error|Exception)\b: ", line)]
-    for candidates in (named, causes, errors):
-        if candidates:
-            return candidates[-1].rstrip(".")
+    lines = [line.strip() for line in journal if not any(text in line for text in _CONSEQUENCES)]
+    for pattern, candidates in ((_NAMED_ERROR, lines), (_ANY_ERROR, lines), (_ANY_ERROR, journal)):
+        found = [match.group(0) for match in map(pattern.search, candidates) if match]
+        if found:
+            return found[-1].strip().rstrip(".")
     return journal[-1].strip().rstrip(".") if journal else "its journal is empty"
