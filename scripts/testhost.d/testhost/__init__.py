@@ -1,0 +1,7 @@
+"""Throw-away Debian hosts from Debian packages only: a booted container or a virtual machine, with NVMe-style disks.
+
+``cli`` is the command, ``state`` what is remembered about a host, ``image`` the cached image, ``disks`` backing files
+and loop devices, ``container`` and ``machine`` the two kinds of host, ``lifecycle`` starting, stopping and cleaning
+up, ``access`` SSH keys and configuration, ``tools`` everything that leaves Python. ``../guest/`` holds the files that
+the image gets on top of Debian's packages.
+"""
