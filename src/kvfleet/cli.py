@@ -7,7 +7,6 @@ import pkgutil
 import sys
 
 import typer
-from click.exceptions import ClickException
 from rich.console import Console
 
 from kvfleet import commands
@@ -21,6 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def _root() -> None:
+    """Bare GPU hosts to proved vLLM servers whose KV cache overflows into host RAM and NVMe."""
+
+
 for _command in sorted(module.name for module in pkgutil.iter_modules(commands.__path__)):
     importlib.import_module(f"{commands.__name__}.{_command}").register(app)
 
@@ -34,7 +40,9 @@ def main() -> None:
         for finding in refusal.findings:
             errors.print(f"[bold red]{finding.code}[/]  {finding.message}\n  {finding.fix}", soft_wrap=True)
         sys.exit(Exit.REFUSED)
-    except ClickException as usage:
-        usage.show()
+    except typer.TyperException as usage:
+        show = getattr(usage, "show", None)
+        if show is not None:
+            show()
         sys.exit(Exit.WRONG_USAGE)
     sys.exit(status if isinstance(status, int) else 0)
