@@ -1,0 +1,175 @@
+#!/usr/bin/python
+# Copyright: kvfleet contributors
+# Apache License 2.0
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: kv_plan
+short_description: Compute the plan of a host, or refuse before anything is changed
+description:
+  - Describes the host (as M(host_facts) does), chooses the release, reads the models' C(config.json), checks the
+    cache disk and the ports, and computes every number of the deployment.
+  - Changes nothing and needs no root; as root it also looks at the content of the cache disk and at the owners of
+    ports.
+options:
+  settings:
+    description: The inventory's C(kvfleet_*), C(cache_disk_*) and C(LMCACHE_*) variables with their values.
+    type: dict
+    required: true
+  variable_names:
+    description: Names of all C(kvfleet_*) variables that the inventory sets; unknown ones are refused.
+    type: list
+    elements: str
+    default: []
+  releases:
+    description: The release matrix, as the document of C(releases.yml) or its list of rows.
+    type: raw
+    required: true
+  host:
+    description: A recorded host description; without it the host is described in the same call.
+    type: dict
+  model_config:
+    description: A recorded C(config.json) for all instances, for models that are not on this machine.
+    type: dict
+  plan_file:
+    description: The plan that the host runs now. Computed values stay as they are while they still fit.
+    type: path
+    default: /etc/kvfleet/plan.json
+  sessions:
+    description: Number of conversations to check the tiers for, together with O(context).
+    type: int
+  context:
+    description: Tokens of each conversation.
+    type: int
+  fail_on_errors:
+    description: Fail when the plan has errors; otherwise return them in the plan.
+    type: bool
+    default: true
+author: kvfleet
+attributes:
+  check_mode:
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Plan the host
+  kv_plan:
+    settings:
+      kvfleet_profile: cpu
+      kvfleet_model: /data/models/Meta-Llama-3-8B-Instruct
+    releases: "{{ lookup('file', 'releases.yml') | from_yaml }}"
+"""
+
+RETURN = r"""
+plan:
+  description: The plan (docs/architecture.md).
+  returned: success
+  type: dict
+host:
+  description: The host description that the plan was made from.
+  returned: success
+  type: dict
+ansible_facts:
+  description: C(kvfleet_plan), the plan.
+  returned: success
+  type: dict
+findings:
+  description: All errors as code, message, fix, numbers.
+  returned: on failure
+  type: list
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.kvfleet import disk_probe, disks, planning
+from ansible.module_utils.kvfleet.command import run_command
+from ansible.module_utils.kvfleet.findings import Finding, KvfleetError
+from ansible.module_utils.kvfleet.hostfacts import gather
+
+
+def read_text(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def list_sizes(path: str) -> dict[str, int] | None:
+    try:
+        return {entry.name: entry.stat().st_size for entry in Path(path).iterdir() if entry.is_file()}
+    except OSError:
+        return None
+
+
+def check_disk(values: dict[str, Any]) -> list[Finding]:
+    """What ``cache_disk`` would refuse: identity for everybody, content only for root, who alone may read it."""
+    settings = disks.settings_from({key: value for key, value in values.items() if key.startswith("cache_disk_")})
+    wrong = disks.check_settings(settings)
+    if wrong:
+        return list(wrong)
+    paths = disk_probe.HostPaths()
+    if os.geteuid() != 0:
+        return list(disks.check_identity(disk_probe.resolve_disk(settings.device, paths), settings))
+    probe = disk_probe.probe_disk(settings, run_command, paths)
+    record = disk_probe.read_record(settings.serial, paths)
+    return list(disks.check_cache_disk(probe, settings, record, disk_probe.machine_id(paths)))
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "settings": {"type": "dict", "required": True},
+            "variable_names": {"type": "list", "elements": "str", "default": []},
+            "releases": {"type": "raw", "required": True},
+            "host": {"type": "dict"},
+            "model_config": {"type": "dict"},
+            "plan_file": {"type": "path", "default": "/etc/kvfleet/plan.json"},
+            "sessions": {"type": "int"},
+            "context": {"type": "int"},
+            "fail_on_errors": {"type": "bool", "default": True},
+        },
+        required_together=[("sessions", "context")],
+        supports_check_mode=True,
+    )
+    options = module.params
+    recorded = options["host"]
+    try:
+        host = planning.check_recorded(recorded) if recorded else gather(run_command)
+        plan = planning.make_plan(
+            options["settings"],
+            options["releases"],
+            host,
+            read_text=read_text,
+            list_sizes=list_sizes,
+            variable_names=options["variable_names"],
+            model_config=options["model_config"],
+            check_disk=None if recorded else check_disk,
+            previous=None if recorded else read_json(options["plan_file"]),
+            sessions=options["sessions"],
+            context=options["context"],
+        )
+        if options["fail_on_errors"]:
+            planning.raise_errors(plan)
+    except KvfleetError as error:
+        module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
+    for warning in plan["warnings"]:
+        module.warn(f"{warning['code']}: {warning['message']} {warning['fix']}")
+    module.exit_json(changed=False, plan=plan, host=host, ansible_facts={"kvfleet_plan": plan})
+
+
+if __name__ == "__main__":
+    main()
