@@ -1,0 +1,178 @@
+"""Real block devices for the cache disk's tests: loop devices on sparse files, always cleaned up."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvfleet.core.disk_actions import DiskRun
+from kvfleet.core.disk_probe import HostPaths
+from kvfleet.core.disks import DiskSettings
+from kvfleet.core.units import MIB
+
+BLOCK = 64 * 1024
+HERE = Path(__file__).resolve().parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(pytest.mark.root)
+
+
+def sh(*argv: str, check: bool = True, stdin: str = "") -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, input=stdin, check=False)
+    assert not check or done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Disk:
+    """One loop device with a serial of its own, known by its link."""
+
+    file: Path
+    node: str
+    link: Path
+    serial: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.node).name
+
+    @property
+    def device(self) -> str:
+        return f"/dev/disk/by-id/{self.link.name}"
+
+    def checksum(self) -> str:
+        """SHA-256 of the whole disk: every block of 64 KiB that is not all zero, with its place.
+
+        Reads the backing file after the device was flushed, so that nothing of it can hide in a cache, and skips
+        the file's holes, which read as zeros.
+        """
+        digest = hashlib.sha256()
+        with Path(self.node).open("rb") as device:
+            os.fsync(device.fileno())
+        with self.file.open("rb", buffering=0) as handle:
+            end, at = os.fstat(handle.fileno()).st_size, 0
+            while at < end:
+                try:
+                    at = os.lseek(handle.fileno(), at, os.SEEK_DATA) // BLOCK * BLOCK
+                except OSError:
+                    break
+                chunk = os.pread(handle.fileno(), BLOCK, at)
+                if chunk.strip(b"\0"):
+                    digest.update(at.to_bytes(8, "little") + chunk)
+                at += BLOCK
+        return digest.hexdigest()
+
+    def write(self, offset: int, data: bytes) -> None:
+        with Path(self.node).open("r+b", buffering=0) as handle:
+            handle.seek(offset)
+            handle.write(data)
+            os.fsync(handle.fileno())
+
+    def partitions(self) -> None:
+        """Let the kernel know the table; kernels without a parser need to be told."""
+        sh("partx", "--add", self.node, check=False)
+
+    def parts(self) -> list[str]:
+        return sorted(f"/dev/{child.name}" for child in Path("/sys/block", self.name).glob(f"{self.name}p*"))
+
+
+@dataclass
+class Bench:
+    """A private host: its own by-id folder, records, units and machine id over the machine's real devices."""
+
+    root: Path
+    disks: list[Disk] = field(default_factory=list)
+    paths: HostPaths = field(default_factory=HostPaths)
+
+    def disk(self, size_mib: int = 384, serial: str = "", read_only: bool = False, prepare: object = None) -> Disk:
+        serial = serial or f"KVTEST{len(self.disks) + 1:02d}"
+        file = self.root / f"disk{len(self.disks) + 1}.img"
+        file.touch()
+        os.truncate(file, size_mib * MIB)
+        if callable(prepare):
+            prepare(file)
+        node = sh("losetup", "--find", "--show", *(["--read-only"] if read_only else []), str(file)).strip()
+        link = self.root / "by-id" / f"nvme-QEMU_NVMe_Ctrl_{serial}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(node)
+        disk = Disk(file, node, link, serial)
+        self.disks.append(disk)
+        return disk
+
+    @property
+    def mount_point(self) -> Path:
+        return self.root / "var" / "cache"
+
+    def settings(self, disk: Disk, **changes: object) -> DiskSettings:
+        values: dict[str, object] = {
+            "device": disk.device,
+            "serial": disk.serial,
+            "mount_point": str(self.mount_point),
+            "owner": "daemon",
+            "group": "daemon",
+            **changes,
+        }
+        return DiskSettings(**values)  # type: ignore[arg-type]
+
+    def run(self, disk: Disk, **changes: object) -> DiskRun:
+        from kvfleet.core.command import run_command
+
+        check_mode = bool(changes.pop("check_mode", False))
+        return DiskRun(self.settings(disk, **changes), run_command, self.paths, check_mode=check_mode)
+
+    def release(self, disk: Disk) -> None:
+        for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            mount_point, source = line.split()[4], line.partition(" - ")[2].split()[1]
+            if source == disk.node or source.startswith(disk.node + "p"):
+                subprocess.run(["umount", "--lazy", mount_point], check=False, capture_output=True)
+        for part in disk.parts():
+            subprocess.run(["swapoff", part], check=False, capture_output=True)
+        subprocess.run(["swapoff", disk.node], check=False, capture_output=True)
+        subprocess.run(["partx", "--delete", disk.node], check=False, capture_output=True)
+        subprocess.run(["losetup", "--detach", disk.node], check=False, capture_output=True)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    assert os.geteuid() == 0, "these tests need root for loop devices; run scripts/test as root or deselect 'root'"
+    root = Path(tempfile.mkdtemp(prefix="kvfleet-disks-", dir="/var/tmp"))
+    tools = root / "bin"
+    for folder in ("by-id", "by-uuid", "udev", "systemd", "records", "bin", "var", "run"):
+        (root / folder).mkdir()
+    (root / "machine-id").write_text("0123456789abcdef0123456789abcdef\n")
+    (root / "fstab").write_text("")
+    shutil.copy(HERE / "fake_systemctl", tools / "systemctl")
+    monkeypatch.setenv("PATH", f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin")
+    monkeypatch.setenv("KVFLEET_TEST_SYSTEMD", str(root / "systemd"))
+    made = Bench(
+        root,
+        paths=HostPaths(
+            by_id=str(root / "by-id"),
+            by_uuid=str(root / "by-uuid"),
+            udev=str(root / "udev"),
+            fstab=str(root / "fstab"),
+            machine_id=str(root / "machine-id"),
+            records=str(root / "records"),
+            systemd=str(root / "systemd"),
+            lock=str(root / "run" / "lock"),
+        ),
+    )
+    try:
+        yield made
+    finally:
+        for disk in made.disks:
+            with contextlib.suppress(Exception):
+                made.release(disk)
+        shutil.rmtree(root, ignore_errors=True)
