@@ -28,7 +28,17 @@ from kvfleet.core.lockfile import (
     uv_source_arguments,
 )
 from kvfleet.core.releases import platform_of
+from kvfleet.core.versions import Version
 
+#: what every host needs besides a release: the installer; kvfleet lock tools refreshes it
+TOOLS_ROW: dict[str, Any] = {
+    "id": "tools",
+    "requirements": ["uv==0.13.9"],
+    "accelerator": "none",
+    "leave_out": [],
+    "glibc": "2.31",
+    "machines": ["x86_64", "aarch64"],
+}
 #: the flat page of torch's CPU builds: links of this one package, so that nothing else is taken from there
 TORCH_CPU_LINKS = "https://download.pytorch.org/whl/cpu/torch/"
 
@@ -78,16 +88,17 @@ def target_tags(python: str, glibc: str, machine: str) -> list[Tag]:
 def best_wheel(names: Sequence[str], tags: Sequence[Tag]) -> str | None:
     """The file that an installer would take on the platform of ``tags``; None when none of them fits."""
     order = {tag: index for index, tag in enumerate(tags)}
-    ranked: list[tuple[int, str]] = []
+    ranked: list[tuple[int, tuple[int, str], str]] = []
     for name in names:
         try:
-            wheel_tags = parse_wheel_filename(name)[3]
+            _, _, build, wheel_tags = parse_wheel_filename(name)
         except InvalidWheelFilename:
             continue
         ranks = [order[tag] for tag in wheel_tags if tag in order]
         if ranks:
-            ranked.append((min(ranks), name))
-    return min(ranked)[1] if ranked else None
+            # of two builds of the same file the later one repairs the earlier
+            ranked.append((-min(ranks), build if build else (-1, ""), name))
+    return max(ranked)[2] if ranked else None
 
 
 def resolve_lock(
@@ -167,13 +178,21 @@ def _lock_of(document: Mapping[str, Any], row: Mapping[str, Any], python: str, m
             continue
         size = wheels[best].get("size") or _local_size(wheels[best])
         pins.append(Pin(normalise(package["name"]), package["version"], (digest,), best, size))
+    torch = next((pin for pin in pins if pin.name == "torch"), None)
+    if torch is not None and Version(torch.version).local not in (None, Version(row["torch"]).local):
+        raise refuse(
+            "KVF-REL-057",
+            f"uv took torch {torch.version} for {row['id']}, which needs {row['torch']}.",
+            "Remove that build from where pip is configured to look (find-links, extra-index-url), or correct the row.",
+        )
     if without:
         raise refuse(
             "KVF-REL-053",
             f"No wheel with a sha256 sum fits {platform_of(python, machine)} for {', '.join(without)}.",
             "Take a version with wheels, or leave the package out (leave_out of the row).",
         )
-    return Lock(row["id"], platform_of(python, machine), row["glibc"], tuple(pins))
+    platform = f"py3-{machine}" if row is TOOLS_ROW else platform_of(python, machine)
+    return Lock(row["id"], platform, row["glibc"], tuple(pins))
 
 
 def _file_name(wheel: Mapping[str, Any]) -> str:

@@ -227,10 +227,16 @@ def overrides(leave_out: Iterable[str]) -> str:
 
 
 def requirements_of(row: Mapping[str, object]) -> Sequence[str]:
-    """What a row asks an installer for; a torch from PyPI carries no local part in its metadata."""
+    """What a row asks an installer for.
+
+    A CUDA build from PyPI carries no local part in its metadata; ``===`` keeps a ``+cpu`` build that lies around on the
+    machine from being taken for it.
+    """
+    if row.get("requirements"):
+        return [str(requirement) for requirement in row["requirements"]]  # type: ignore[attr-defined]
     torch = Version(str(row["torch"]))
     pins = [f"{row['distribution']}=={row['vllm']}"]
     if row.get("lmcache"):
         pins.append(f"lmcache=={row['lmcache']}")
-    pins.append(f"torch=={torch if torch.local == 'cpu' else torch.public}")
+    pins.append(f"torch==={torch if torch.local == 'cpu' else torch.public}")
     return pins
