@@ -80,11 +80,17 @@ class DiskRun:
     check_mode: bool = False
     steps: list[str] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
 
     def did(self, name: str) -> None:
         """Note a finished step."""
         self.steps.append(name)
         self.after_step(name)
+
+    def release(self) -> None:
+        """Close what was held open."""
+        while self.held:
+            os.close(self.held.pop())
 
 
 def _failed(step: str, words: str) -> KvfleetError:
@@ -143,6 +149,15 @@ def _keep(run: DiskRun, record: DiskRecord) -> bool:
         folder.parent.mkdir(exist_ok=True, mode=0o755)
         folder.mkdir(exist_ok=True, mode=0o755)
     return write_file(record_path(record.serial, run.paths), _json(record.as_dict()), 0o640)
+
+
+@contextlib.contextmanager
+def _releasing(run: DiskRun) -> Iterator[None]:
+    """Close held partitions at the end, however it comes."""
+    try:
+        yield
+    finally:
+        run.release()
 
 
 @contextlib.contextmanager
@@ -291,7 +306,11 @@ def _settle(run: DiskRun) -> None:
 
 
 def _await_child(run: DiskRun, probe: DiskProbe, layout: Layout, step: str) -> str:
-    """Wait until kernel and /dev agree on the partition; returns its node."""
+    """Wait until kernel and /dev agree on the partition; returns its node and holds it open for this run.
+
+    udev reads the table again after each write to the whole disk, and the kernel then drops all partitions and makes
+    them anew; an open partition makes it leave them alone.
+    """
     _settle(run)
     words = ""
     for attempt in range(60):
@@ -300,9 +319,12 @@ def _await_child(run: DiskRun, probe: DiskProbe, layout: Layout, step: str) -> s
         if child is not None:
             node = Path(run.paths.dev) / child[0]
             with contextlib.suppress(OSError):
-                status = node.stat()
+                handle = os.open(node, os.O_RDONLY | os.O_CLOEXEC)
+                status = os.fstat(handle)
                 if f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}" == child[1]:
+                    run.held.append(handle)
                     return str(node)
+                os.close(handle)
             words = f"the kernel has {child[0]} but {node} is not that device"
         else:
             words = "the kernel does not show the partition"
@@ -754,7 +776,7 @@ def present(run: DiskRun) -> dict[str, Any]:
     Raises :class:`KvfleetError`. In check mode returns the plan and writes nothing.
     """
     settings, paths = run.settings, run.paths
-    with contextlib.nullcontext() if run.check_mode else _lock(run):
+    with contextlib.nullcontext() if run.check_mode else _lock(run), _releasing(run):
         host_id = machine_id(paths)
         record = read_record(settings.serial, paths)
         probe = probe_disk(settings, run.runner, paths)

@@ -124,6 +124,20 @@ def read_direct(node: str, offset_bytes: int, length_bytes: int) -> bytes:
         os.close(handle)
 
 
+def forget_cache(node: str) -> None:
+    """Drop what the page cache keeps of a block device, so that the tools read the device itself.
+
+    A disk and its partitions have caches of their own: after mkfs on a partition the disk's cache still shows what
+    was there before.
+    """
+    with contextlib.suppress(OSError):
+        handle = os.open(node, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
 # --------------------------------------------------------------------------------------------------- tools
 
 
@@ -153,6 +167,7 @@ def _signatures(node: str, name: str, runner: CommandRunner) -> tuple[list[Signa
     """What wipefs and blkid recognise on one device, and what went wrong while asking."""
     errors: list[str] = []
     found: list[Signature] = []
+    forget_cache(node)
     done = runner(["wipefs", "--no-act", "--json", node])
     if done.ok:
         try:
@@ -179,11 +194,13 @@ def _signatures(node: str, name: str, runner: CommandRunner) -> tuple[list[Signa
 def _partition_filesystem(
     node: str, entry: GptEntry, child: str, sector_bytes: int, runner: CommandRunner
 ) -> tuple[FilesystemProbe, list[str]]:
-    """What lies inside our partition, read through the whole disk: works before the kernel knows the partition."""
+    """What lies inside our partition; read through the whole disk while the kernel does not know the partition."""
     offset = entry.first_sector * sector_bytes
     length = (entry.last_sector - entry.first_sector + 1) * sector_bytes
     errors: list[str] = []
-    done = runner(["blkid", "--probe", "--offset", str(offset), "--size", str(length), "--output", "export", node])
+    where = [child] if child else ["--offset", str(offset), "--size", str(length), node]
+    forget_cache(node)
+    done = runner(["blkid", "--probe", "--output", "export", *where])
     values: dict[str, str] = {}
     if done.ok:
         values = parse_export(done.stdout)
