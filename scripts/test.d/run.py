@@ -25,7 +25,7 @@ FAST, EVERYDAY, ALL = "fast", "everyday", "all"
 
 @dataclass(frozen=True)
 class Part:
-    """One part: its commands run in order and stop at the first failure; ``level`` is the shortest run that holds it."""
+    """One part: commands in order, stopped at the first failure; ``level`` is the shortest run that holds it."""
 
     name: str
     level: str

@@ -126,6 +126,17 @@ def test_explicit_pool_replaces_utilisation():
     assert "--gpu-memory-utilization" not in command
 
 
+def test_eager_compiles_nothing():
+    # found by a request for logprobs that killed the engine: "InvalidCxxCompiler: No working C++ compiler found"
+    p = plan(accelerator="cpu")
+    p["instances"][0]["enforce_eager"] = True
+    services.attach_commands(p)
+    assert p["instances"][0]["environment"]["TORCH_COMPILE_DISABLE"] == "1"
+    compiled = plan()
+    services.attach_commands(compiled)
+    assert "TORCH_COMPILE_DISABLE" not in compiled["instances"][0]["environment"]
+
+
 def test_in_process_release_gets_sizes_per_rank():
     p = plan(mode="in_process")
     services.attach_commands(p)

@@ -215,6 +215,10 @@ def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict
     if instance["gpus"]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu["uuid"] for gpu in instance["gpus"])
+    if instance.get("enforce_eager"):
+        # vLLM compiles its logprobs kernel even when eager: without a C++ compiler the first request that asks for
+        # logprobs kills the engine (seen with 0.32.0 on CPU)
+        environment["TORCH_COMPILE_DISABLE"] = "1"
     if instance.get("lmcache_config"):
         environment["LMCACHE_CONFIG_FILE"] = f"{plan['paths']['etc']}/kvfleet-vllm@{instance['name']}.lmcache.yaml"
     return environment
