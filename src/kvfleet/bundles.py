@@ -265,7 +265,7 @@ def build(
                 done += _add(tar, member, data)
                 progress(f"packing {member}", done, total)
         parts = writer.finish()
-    index = BundleIndex(name, row["id"], platform, digest, parts)
+    index = BundleIndex(name, row["id"], platform, digest, parts, tuple(path.name for path in sorted(debs)))
     beside = index_path.with_suffix(".json.new")
     beside.write_text(json.dumps(index.as_dict(), indent=1) + "\n")
     beside.replace(index_path)

@@ -44,6 +44,7 @@ class BundleIndex:
     platform: str
     manifest_sha256: str
     parts: tuple[Part, ...]
+    debs: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -58,6 +59,7 @@ class BundleIndex:
             "release": self.release,
             "platform": self.platform,
             "manifest_sha256": self.manifest_sha256,
+            "debs": list(self.debs),
             "parts": [{"name": p.name, "size_bytes": p.size_bytes, "sha256": p.sha256} for p in self.parts],
         }
 
@@ -79,6 +81,7 @@ def read_index(data: Mapping[str, Any], where: str) -> BundleIndex:
             str(data["platform"]),
             str(data["manifest_sha256"]),
             parts,
+            tuple(str(deb) for deb in data.get("debs", [])),
         )
         if data["schema"] != 1 or not parts:
             raise ValueError("schema")

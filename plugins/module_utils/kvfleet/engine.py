@@ -1,0 +1,847 @@
+"""Release directories on a host: build one beside the others, prove it, switch to it, drop old ones.
+
+A release directory has its final name only when it is complete and every gate passed: it is built and proved as
+``<name>.partial-<n>`` and renamed. The marker ``.kvfleet-release.json`` in it says which lock it holds and what the
+gates found; an unchanged run reads it and imports nothing. ``current`` is a link that is replaced in one step.
+
+A release whose lock changed under the same id gets its own directory (``<id>+<digest>``): a running one is never
+touched. Everything is reached through a :class:`Layout` and a command runner, so that tests work in any folder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+from .bundlefile import BundleIndex, read_manifest, unpack
+from .command import CommandResult, CommandRunner
+from .findings import Finding, KvfleetError, refuse
+from .lockfile import Lock, Sources, normalise, pip_sources, uv_source_arguments
+from .versions import Range, Version
+
+MARKER = ".kvfleet-release.json"
+#: the flat page of torch's CPU builds, asked only when they are nowhere else
+TORCH_CPU_LINKS = "https://download.pytorch.org/whl/cpu/torch/"
+#: a release takes about this many times the size of its wheels (measured: 531 MB of wheels, 2.6 GB with bytecode)
+_UNPACKED_FACTOR = 5
+_INSTALL_LIMIT_S = 3600.0
+_GATE_LIMIT_S = 600.0
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where releases live on a host; ``root`` is ``/opt/kvfleet`` but in tests."""
+
+    root: Path
+
+    @property
+    def releases(self) -> Path:
+        """One directory a release."""
+        return self.root / "releases"
+
+    @property
+    def current(self) -> Path:
+        """The link to the release in use."""
+        return self.root / "current"
+
+    @property
+    def bundles(self) -> Path:
+        """Unpacked bundles, one directory a release id."""
+        return self.root / "bundles"
+
+    @property
+    def incoming(self) -> Path:
+        """Where parts of bundles arrive."""
+        return self.root / "incoming"
+
+    @property
+    def tools(self) -> Path:
+        """uv."""
+        return self.root / "tools"
+
+    @property
+    def uv_cache(self) -> Path:
+        """uv's cache, on the releases' file system so that files are linked and not copied."""
+        return self.root / "uv-cache"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One proof of a release: its name, whether it passed, what was seen, and how long it took in seconds."""
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the marker and a module's return value."""
+        return {"gate": self.name, "ok": self.ok, "detail": self.detail, "seconds": round(self.seconds, 1)}
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+def gates_digest(row: Mapping[str, Any]) -> str:
+    """sha256 over the fields of a row that the gates prove; a changed field makes them run again."""
+    keys = (
+        "id",
+        "vllm",
+        "lmcache",
+        "torch",
+        "distribution",
+        "mode",
+        "connector",
+        "connector_module_path",
+        "abi_probe",
+        "jit",
+        "metadata_alias",
+    )
+    return hashlib.sha256(json.dumps({key: row.get(key) for key in keys}, sort_keys=True).encode()).hexdigest()
+
+
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """The marker of a release directory; None when there is none that can be read."""
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+    except (OSError, ValueError):
+        return None
+    return marker if isinstance(marker, dict) and marker.get("schema") == 1 else None
+
+
+def release_directories(layout: Layout) -> dict[Path, dict[str, Any]]:
+    """Every complete release on the host with its marker."""
+    if not layout.releases.is_dir():
+        return {}
+    found = {}
+    for folder in sorted(layout.releases.iterdir()):
+        marker = read_marker(folder) if folder.is_dir() and ".partial-" not in folder.name else None
+        if marker is not None:
+            found[folder] = marker
+    return found
+
+
+def current_directory(layout: Layout) -> Path | None:
+    """What the link points to, when that is a complete release."""
+    try:
+        target = layout.current.resolve(strict=True)
+    except (OSError, RuntimeError):
+        return None
+    return target if read_marker(target) is not None else None
+
+
+def find_installed(layout: Layout, release: str, lock_digest: str) -> Path | None:
+    """The directory that holds just this lock of this release, with its interpreter and packages still there."""
+    for folder, marker in release_directories(layout).items():
+        if marker.get("release") == release and marker.get("lock_sha256") == lock_digest and _intact(folder, marker):
+            return folder
+    return None
+
+
+def _site_packages(folder: Path) -> Path:
+    for path in sorted((folder / "lib").glob("python3.*/site-packages")):
+        return path
+    return folder / "lib" / "python3" / "site-packages"
+
+
+def _distributions(folder: Path) -> list[str]:
+    return sorted(path.name for path in _site_packages(folder).glob("*.dist-info"))
+
+
+def _intact(folder: Path, marker: Mapping[str, Any]) -> bool:
+    """Cheap signs that nobody changed the directory by hand: interpreter, and the list of installed distributions."""
+    python = folder / "bin" / "python"
+    return os.access(python, os.X_OK) and _distributions(folder) == marker.get("distributions")
+
+
+def directory_for(layout: Layout, release: str, lock_digest: str) -> Path:
+    """Where a new installation goes: ``<id>``, or beside a complete directory of this id that holds another lock."""
+    plain = layout.releases / release
+    return plain if read_marker(plain) is None else layout.releases / f"{release}+{lock_digest[:8]}"
+
+
+def missing_packages(packages: Sequence[str], run: CommandRunner) -> list[str]:
+    """Debian packages of the list that are not installed; empty on systems without dpkg."""
+    if not packages:
+        return []
+    answer = run(["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *packages])
+    if answer.returncode == 127:
+        return []
+    installed = {line.split()[0] for line in answer.stdout.splitlines() if line.endswith(" installed")}
+    return [package for package in packages if package not in installed]
+
+
+def interpreter(version: str, run: CommandRunner) -> str:
+    """Path of the system's Python of this minor version; refuse (KVF-ENG-001) when there is none."""
+    for candidate in (f"/usr/bin/python{version}", f"/usr/local/bin/python{version}", sys.executable):
+        answer = run([candidate, "-I", "-c", "import sys; print('%d.%d' % sys.version_info[:2], sys.base_prefix)"])
+        if answer.ok and answer.stdout.split()[:1] == [version]:
+            real = Path(answer.stdout.split(maxsplit=1)[1].strip()) / "bin" / f"python{version}"
+            return str(real) if real.exists() else candidate
+    raise refuse(
+        "KVF-ENG-001",
+        f"The release needs Python {version}, which this host does not have.",
+        f"Install python{version}, or set kvfleet_release to a row for the host's own Python.",
+    )
+
+
+def state(
+    layout: Layout,
+    row: Mapping[str, Any],
+    lock: Lock,
+    run: CommandRunner,
+    *,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """What is there and what a run would have to do; reads only.
+
+    ``path``: directory of the release or None. ``install``: it has to be built. ``prove``: its gates have to run again
+    (the row changed). ``current``: id in use. ``bundle_sha256``: sum of the manifest of the unpacked bundle.
+    """
+    folder = find_installed(layout, str(row["id"]), lock.digest)
+    marker = read_marker(folder) if folder else None
+    now = current_directory(layout)
+    now_marker = read_marker(now) if now else None
+    manifest = read_manifest(layout.bundles / str(row["id"]))
+    return {
+        "path": str(folder) if folder else None,
+        "install": folder is None,
+        "prove": bool(marker) and (marker or {}).get("gates_sha256") != gates_digest(row),
+        "gates": (marker or {}).get("gates", []),
+        "current": now_marker["release"] if now_marker else None,
+        "current_path": str(now) if now else None,
+        "bundle_sha256": manifest["_sha256"] if manifest else None,
+        "packages_missing": missing_packages(packages, run),
+        "releases": [
+            {"path": str(path), "release": found["release"], "installed": found.get("installed")}
+            for path, found in release_directories(layout).items()
+        ],
+    }
+
+
+@contextmanager
+def exclusive(layout: Layout) -> Iterator[None]:
+    """Hold the host's releases for one run; refuse (KVF-ENG-002) when another run holds them."""
+    layout.root.mkdir(parents=True, exist_ok=True)
+    with (layout.root / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise refuse(
+                "KVF-ENG-002",
+                "Another run is installing a release on this host.",
+                "Wait for it to end, then run again.",
+            ) from None
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ installing
+
+
+def check_lock(row: Mapping[str, Any], lock: Lock) -> None:
+    """Refuse (KVF-ENG-003) a lock that is not the row's, before anything is changed."""
+    pins = {pin.name: pin.version for pin in lock.pins}
+    wanted = {normalise(str(row["distribution"])): str(row["vllm"])}
+    if row.get("lmcache"):
+        wanted["lmcache"] = str(row["lmcache"])
+    torch = Version(str(row["torch"]))
+    wanted["torch"] = str(torch) if torch.local == "cpu" else torch.public
+    wrong = [
+        f"{name} {pins.get(name, 'missing')} instead of {version}"
+        for name, version in wanted.items()
+        if pins.get(name) is None or Version(pins[name]) != Version(version)
+    ]
+    if lock.release != row["id"]:
+        wrong.insert(0, f"made for {lock.release}")
+    if wrong:
+        raise refuse(
+            "KVF-ENG-003",
+            f"The lock of {row['id']} does not hold its versions: {', '.join(wrong)}.",
+            f"Make it again with: kvfleet lock {row['id']}.",
+        )
+
+
+def install(
+    layout: Layout,
+    row: Mapping[str, Any],
+    lock: Lock,
+    lock_text: str,
+    run: CommandRunner,
+    *,
+    tools_lock_text: str = "",
+    bundle: BundleIndex | None = None,
+    bundle_folder: Path | None = None,
+    packages: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Build the release, prove it, give it its name; return ``path`` and ``gates``.
+
+    With ``bundle`` everything comes from its parts in ``bundle_folder`` (or was unpacked before) and no index
+    is asked; else uv takes the wheels from where the host's pip is configured to look. Nothing of another release is
+    touched. Raises KvfleetError: -001 to -009 before the build, -010 when uv fails, -020 with every gate that failed.
+    """
+    check_lock(row, lock)
+    with exclusive(layout):
+        existing = find_installed(layout, str(row["id"]), lock.digest)
+        if existing is not None:
+            return {"path": str(existing), "gates": (read_marker(existing) or {}).get("gates", []), "changed": False}
+        _sweep(layout)
+        python = interpreter(str(row["engine_python"]), run)
+        if Version(str(row["engine_python"])).minor not in Range(str(row["python"])):
+            raise refuse(
+                "KVF-ENG-001",
+                f"{row['id']} needs Python {row['python']}, the plan says {row['engine_python']}.",
+                "Set kvfleet_release to a row for the host's own Python.",
+            )
+        _check_room(layout, lock, bundle)
+        wheels = _bundle_wheels(layout, row, lock, bundle, bundle_folder)
+        if wheels is not None:
+            install_debs(wheels.with_name("debs"), packages, run)
+        uv = _uv(layout, run, python, tools_lock_text, wheels)
+        target = directory_for(layout, str(row["id"]), lock.digest)
+        partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+        try:
+            _build(layout, row, lock_text, run, uv=uv, python=python, partial=partial, wheels=wheels)
+            gates = prove(partial, row, run)
+            _write_marker(partial, row, lock, gates, python)
+            if target.exists():  # only a directory without a marker can lie there: it was never complete
+                shutil.rmtree(target)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return {"path": str(target), "gates": [gate.as_dict() for gate in gates], "changed": True}
+
+
+def _sweep(layout: Layout) -> None:
+    """Remove what interrupted runs left; called under the lock, so nobody works there."""
+    for parent in (layout.releases, layout.bundles):
+        for leftover in parent.glob("*.partial-*") if parent.is_dir() else ():
+            shutil.rmtree(leftover)
+
+
+def _check_room(layout: Layout, lock: Lock, bundle: BundleIndex | None) -> None:
+    layout.releases.mkdir(parents=True, exist_ok=True)
+    needed = lock.size_bytes * _UNPACKED_FACTOR + (bundle.size_bytes if bundle else 0)
+    free = shutil.disk_usage(layout.releases).free
+    if free < needed:
+        raise refuse(
+            "KVF-ENG-004",
+            f"{layout.releases} has {free / 1e9:.1f} GB free, {lock.release} needs about {needed / 1e9:.1f} GB.",
+            "Make room there, or set engine_keep_releases lower.",
+            free_bytes=free,
+            needed_bytes=needed,
+        )
+
+
+def _bundle_wheels(
+    layout: Layout,
+    row: Mapping[str, Any],
+    lock: Lock,
+    bundle: BundleIndex | None,
+    folder: Path | None,
+) -> Path | None:
+    """The folder with a bundle's wheels, unpacking it when that was not done yet; None without a bundle."""
+    if bundle is None:
+        return None
+    target = layout.bundles / str(row["id"])
+    manifest = read_manifest(target)
+    if manifest is None or manifest["_sha256"] != bundle.manifest_sha256:
+        layout.bundles.mkdir(parents=True, exist_ok=True)
+        manifest = unpack(bundle, folder or layout.incoming, target)
+        if folder is not None and folder == layout.incoming / bundle.name:
+            shutil.rmtree(folder)
+    if manifest["release"] != row["id"] or manifest["lock_sha256"] != lock.digest:
+        raise refuse(
+            "KVF-ENG-005",
+            f"Bundle {bundle.name} was made from another lock than the one of {row['id']} in this checkout.",
+            f"Build it again with: kvfleet bundle {row['id']}.",
+        )
+    return target / "wheels"
+
+
+def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> bool:
+    """Install a bundle's Debian packages when one of ``packages`` is missing; whether that was needed.
+
+    Raises KVF-ENG-008 when dpkg refuses them. Without packages in the bundle nothing is done: the caller did it.
+    """
+    debs = sorted(str(path) for path in folder.glob("*.deb")) if folder.is_dir() else []
+    if not debs or not missing_packages(packages, run):
+        return False
+    _must(
+        run(
+            [
+                *("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "--yes", "--no-install-recommends"),
+                *("--no-download", "-o", "Dpkg::Options::=--force-confold", *debs),
+            ],
+            timeout_s=_INSTALL_LIMIT_S,
+        ),
+        "KVF-ENG-008",
+        "The bundle's Debian packages could not be installed",
+        "Build the bundle with --debian for this host's suite.",
+    )
+    return True
+
+
+def _uv(layout: Layout, run: CommandRunner, python: str, tools_lock_text: str, wheels: Path | None) -> str:
+    """Path of uv: out of its wheel in the bundle, else installed with the host's pip from its hashed pin."""
+    if wheels is not None:
+        found = sorted(wheels.glob("uv-*.whl"))
+        if len(found) != 1:
+            raise refuse("KVF-ENG-006", "The bundle holds no uv.", "Build it again with kvfleet bundle.")
+        target = layout.tools / found[0].name.split("-")[1] / "uv"
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with zipfile.ZipFile(found[0]) as wheel:
+                member = next(name for name in wheel.namelist() if name.endswith(".data/scripts/uv"))
+                beside = target.with_name(f"uv.new-{os.getpid()}")
+                beside.write_bytes(wheel.read(member))
+            beside.chmod(0o755)
+            beside.replace(target)
+        return str(target)
+    digest = hashlib.sha256(tools_lock_text.encode()).hexdigest()[:12]
+    home = layout.tools / f"index-{digest}"
+    uv = home / "bin" / "uv"
+    if not uv.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        layout.tools.mkdir(parents=True, exist_ok=True)
+        wanted = layout.tools / "tools.txt"
+        wanted.write_text(tools_lock_text)
+        _must(
+            run([python, "-m", "venv", str(home)], timeout_s=300),
+            "KVF-ENG-007",
+            "The host's Python cannot make a virtual environment",
+            "Install python3-venv, or set engine_source: bundle.",
+        )
+        _must(
+            run(
+                [
+                    *(str(home / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"),
+                    *("--no-deps", "--require-hashes", "--only-binary=:all:", "--retries", "5"),
+                    *("--requirement", str(wanted)),
+                ],
+                timeout_s=_INSTALL_LIMIT_S,
+            ),
+            "KVF-ENG-007",
+            "pip could not install uv",
+            "Give the host an index (pip's configuration), or set engine_source: bundle.",
+        )
+    return str(uv)
+
+
+def _must(answer: CommandResult, code: str, what: str, fix: str) -> CommandResult:
+    if not answer.ok:
+        words = " ".join((answer.stderr or answer.stdout).split())[-1500:]
+        raise refuse(code, f"{what} (status {answer.returncode}): {words}.", fix)
+    return answer
+
+
+def _environment(layout: Layout, *assignments: str) -> list[str]:
+    """A clean environment for uv and the gates: what the host's root has set must not decide what is installed."""
+    keep = [
+        f"{name}={os.environ[name]}"
+        for name in ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy", "SSL_CERT_FILE")
+        if name in os.environ
+    ]
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return ["env", "-i", f"PATH={path}", "LC_ALL=C.UTF-8", f"HOME={layout.tools}", *keep, *assignments]
+
+
+def _build(
+    layout: Layout,
+    row: Mapping[str, Any],
+    lock_text: str,
+    run: CommandRunner,
+    *,
+    uv: str,
+    python: str,
+    partial: Path,
+    wheels: Path | None,
+) -> None:
+    """Fill a directory: virtual environment, all wheels in one transaction, metadata alias, file modes."""
+    environment = _environment(
+        layout,
+        f"UV_CACHE_DIR={layout.uv_cache}",
+        "UV_NO_CONFIG=1",
+        "UV_PYTHON_DOWNLOADS=never",
+        "UV_LINK_MODE=hardlink",
+    )
+    # a relocatable environment finds itself through its own path, so that the rename at the end breaks nothing
+    _must(
+        run([*environment, uv, "venv", "--quiet", "--relocatable", "--python", python, str(partial)], timeout_s=300),
+        "KVF-ENG-010",
+        "uv could not make the virtual environment",
+        "See the message; the old release is untouched.",
+    )
+    lock_path = partial / "lock.txt"
+    lock_path.write_text(lock_text)
+    base = [
+        *environment,
+        *(uv, "pip", "sync", "--quiet", "--python", str(partial / "bin" / "python"), "--require-hashes"),
+        *("--only-binary", ":all:", "--compile-bytecode"),
+    ]
+    if wheels is not None:
+        attempts = [["--offline", "--no-index", "--find-links", str(wheels)]]
+    else:
+        sources = _host_sources(layout, run)
+        attempts = [uv_source_arguments(sources)]
+        if sources.extra_index_urls:
+            attempts.append(uv_source_arguments(sources, extra=True))
+        if row["accelerator"] == "cpu":
+            attempts.append([*uv_source_arguments(sources), "--find-links", TORCH_CPU_LINKS])
+    for arguments in attempts:
+        answer = run([*base, *arguments, str(lock_path)], timeout_s=_INSTALL_LIMIT_S)
+        if answer.ok:
+            break
+    _must(
+        answer,
+        "KVF-ENG-010",
+        f"uv could not install {row['id']}",
+        "A hash that does not match means another file than the lock's. The old release is untouched.",
+    )
+    alias = row.get("metadata_alias")
+    if alias:
+        write_alias(_site_packages(partial), str(alias["name"]), str(alias["version"]))
+    _set_modes(partial)
+
+
+def _host_sources(layout: Layout, run: CommandRunner) -> Sources:
+    for home in sorted(layout.tools.glob("index-*")):
+        answer = run([str(home / "bin" / "python"), "-m", "pip", "config", "list"])
+        if answer.ok:
+            return pip_sources(answer.stdout)
+    return Sources()
+
+
+def write_alias(site_packages: Path, name: str, version: str) -> None:
+    """Metadata of a distribution that is installed under another name, in the form of an installed package."""
+    folder = site_packages / f"{name}-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (folder / "INSTALLER").write_text("kvfleet\n")
+    (folder / "RECORD").write_text("".join(f"{folder.name}/{file},,\n" for file in ("INSTALLER", "METADATA", "RECORD")))
+
+
+def _set_modes(folder: Path) -> None:
+    """Readable for all, writable for root alone: wheels carry whatever modes their makers had."""
+    for base, _directories, files in os.walk(folder):
+        paths = [Path(base), *(Path(base) / file for file in files)]
+        for path in paths:
+            found = path.lstat()
+            if stat.S_ISLNK(found.st_mode):
+                continue
+            mode = stat.S_IMODE(found.st_mode)
+            wanted = (mode | 0o444) & ~0o022
+            if stat.S_ISDIR(found.st_mode) or mode & 0o100:
+                wanted |= 0o111
+            if wanted != mode:
+                path.chmod(wanted)
+
+
+def _write_marker(folder: Path, row: Mapping[str, Any], lock: Lock, gates: Sequence[Gate], python: str) -> None:
+    marker = {
+        "schema": 1,
+        "release": row["id"],
+        "platform": lock.platform,
+        "lock_sha256": lock.digest,
+        "gates_sha256": gates_digest(row),
+        "gates": [gate.as_dict() for gate in gates],
+        "distributions": _distributions(folder),
+        "python": python,
+        "installed": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    path = folder / MARKER
+    beside = path.with_name(f"{MARKER}.new")
+    with beside.open("w") as stream:
+        json.dump(marker, stream, indent=1)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.chmod(0o644)
+    beside.replace(path)
+
+
+# ------------------------------------------------------------------------------------------------ gates
+
+# runs in the release's own interpreter; argument: the row as JSON; last line of output: JSON
+_GATE_SCRIPT = r"""
+import importlib, importlib.metadata, json, sys, time
+row = json.loads(sys.argv[1])
+found = []
+def gate(name, call):
+    start = time.monotonic()
+    try:
+        detail, ok = call(), True
+    except BaseException as error:
+        detail, ok = "%s: %s" % (type(error).__name__, error), False
+    found.append({"gate": name, "ok": ok, "detail": str(detail)[:600], "seconds": time.monotonic() - start})
+def public(version):
+    return version.split("+")[0]
+def versions():
+    names = {row["distribution"]: row["vllm"], "vllm": row["vllm"]}
+    if row["lmcache"]:
+        names["lmcache"] = row["lmcache"]
+    have = {name: importlib.metadata.version(name) for name in names}
+    wrong = ["%s %s instead of %s" % (n, have[n], names[n]) for n in names if public(have[n]) != names[n]]
+    if wrong:
+        raise RuntimeError(", ".join(wrong))
+    return ", ".join("%s %s" % item for item in sorted(have.items()))
+def torch():
+    import torch
+    if torch.__version__ != row["torch"]:
+        raise RuntimeError("torch %s instead of %s" % (torch.__version__, row["torch"]))
+    return "torch %s" % torch.__version__
+def abi():
+    import torch
+    module = importlib.import_module(row["abi_probe"])
+    return "%s loads next to torch %s" % (module.__name__, torch.__version__)
+def connector():
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    settings = {"kv_connector": row["connector"], "kv_role": "kv_both"}
+    if row["connector_module_path"]:
+        settings["kv_connector_module_path"] = row["connector_module_path"]
+    cls = KVConnectorFactory.get_connector_class(KVTransferConfig(**settings))
+    if isinstance(cls, tuple):
+        cls = cls[0]
+    if row["mode"] == "in_process":
+        importlib.import_module("lmcache.integration.vllm.vllm_v1_adapter")
+    return "%s.%s" % (cls.__module__, cls.__qualname__)
+gate("versions", versions)
+gate("torch", torch)
+if row["abi_probe"]:
+    gate("abi", abi)
+if row["connector"]:
+    gate("connector", connector)
+print()
+print(json.dumps(found))
+"""
+
+_QUIET = (
+    "VLLM_NO_USAGE_STATS=1",
+    "DO_NOT_TRACK=1",
+    "LMCACHE_TRACK_USAGE=false",
+    "LMCACHE_DISABLE_BANNER=1",
+    "HF_HUB_OFFLINE=1",
+    "TRANSFORMERS_OFFLINE=1",
+    "PYTHONDONTWRITEBYTECODE=1",
+)
+
+
+def prove(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[Gate]:
+    """Run every gate of a release directory in its own interpreter; raise KVF-ENG-020 with all that failed.
+
+    Gates: versions equal the row, torch and its build, the ABI probe, the connector class through vLLM's own loader,
+    the ``vllm`` command's version, LMCache's server command (mode mp), and the prerequisites of run-time compilation.
+    """
+    layout = Layout(folder.parent.parent)
+    environment = [*_environment(layout), *_QUIET]
+
+    def timed(argv: Sequence[str]) -> tuple[CommandResult, float]:
+        start = datetime.datetime.now(datetime.timezone.utc)
+        answer = run([*environment, *argv], timeout_s=_GATE_LIMIT_S)
+        return answer, (datetime.datetime.now(datetime.timezone.utc) - start).total_seconds()
+
+    commands: dict[str, list[str]] = {
+        "python": [str(folder / "bin" / "python"), "-c", _GATE_SCRIPT, json.dumps(dict(row))],
+        "vllm": [str(folder / "bin" / "vllm"), "--version"],
+    }
+    if row["mode"] == "mp":
+        commands["lmcache"] = [str(folder / "bin" / "lmcache"), "server", "--help"]
+    with ThreadPoolExecutor(max_workers=len(commands)) as pool:
+        answers = dict(zip(commands, pool.map(timed, commands.values())))
+    gates = _script_gates(*answers["python"])
+    answer, seconds = answers["vllm"]
+    printed = answer.stdout.strip().splitlines()[-1:] if answer.ok else []
+    good = bool(printed) and printed[0].split("+")[0] == row["vllm"]
+    gates.append(Gate("vllm", good, printed[0] if printed else _last_words(answer), seconds))
+    if "lmcache" in answers:
+        answer, seconds = answers["lmcache"]
+        good = answer.ok and "--l1-size-gb" in answer.stdout
+        detail = "lmcache server takes its arguments" if good else _last_words(answer)
+        gates.append(Gate("lmcache", good, detail, seconds))
+    gates += jit_gates(folder, row, run)
+    failed = [gate for gate in gates if not gate.ok]
+    if failed:
+        raise KvfleetError(
+            *(
+                Finding(
+                    "KVF-ENG-020",
+                    f"Release {row['id']} fails its gate {gate.name}: {gate.detail}.",
+                    "The old release stays in use. Compare the lock with the row, or take another release.",
+                    {"gate": gate.name},
+                )
+                for gate in failed
+            )
+        )
+    return gates
+
+
+def _script_gates(answer: CommandResult, seconds: float) -> list[Gate]:
+    try:
+        found = json.loads(answer.stdout.strip().splitlines()[-1])
+        return [Gate(one["gate"], one["ok"], one["detail"], one["seconds"]) for one in found]
+    except (IndexError, ValueError, KeyError, TypeError):
+        return [
+            Gate("python", False, f"the interpreter ended with {answer.returncode}: {_last_words(answer)}", seconds)
+        ]
+
+
+def _last_words(answer: CommandResult) -> str:
+    lines = [line for line in (answer.stderr or answer.stdout).splitlines() if line.strip()]
+    return (lines[-1].strip() if lines else f"status {answer.returncode} without a word")[:600]
+
+
+def jit_gates(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[Gate]:
+    """What a release compiles at run time with: ``compiler`` a C compiler, ``kernels`` nvcc or prebuilt kernels."""
+    gates = []
+    for need in row.get("jit") or []:
+        if need == "compiler":
+            found = next((name for name in ("gcc", "cc", "clang") if run([name, "--version"]).ok), None)
+            gates.append(Gate("compiler", bool(found), found or "no C compiler: install gcc"))
+        elif need == "kernels":
+            site = _site_packages(folder)
+            nvcc = [*site.glob("nvidia/*/bin/nvcc"), *Path("/usr/local").glob("cuda*/bin/nvcc")]
+            prebuilt = [*site.glob("flashinfer_cubin-*.dist-info"), *site.glob("flashinfer_jit_cache-*.dist-info")]
+            if nvcc or prebuilt:
+                detail = str((nvcc or prebuilt)[0])
+            elif run(["nvcc", "--version"]).ok:
+                detail = "nvcc"
+            else:
+                detail = ""
+            gates.append(
+                Gate("kernels", bool(detail), detail or "neither nvcc nor prebuilt kernels: install the toolkit")
+            )
+    return gates
+
+
+def prove_again(layout: Layout, folder: Path, row: Mapping[str, Any], lock: Lock, run: CommandRunner) -> list[Gate]:
+    """Run the gates of an installed release whose row changed, and remember the result."""
+    with exclusive(layout):
+        gates = prove(folder, row, run)
+        marker = read_marker(folder) or {}
+        _write_marker(folder, row, lock, gates, str(marker.get("python", "")))
+        return gates
+
+
+# ------------------------------------------------------------------------------------------------ switching
+
+
+def newest_of(layout: Layout, release: str) -> Path:
+    """The newest complete directory of a release id; refuse (KVF-ENG-030) when there is none."""
+    found = {path: marker for path, marker in release_directories(layout).items() if marker["release"] == release}
+    if not found:
+        have = ", ".join(sorted({str(marker["release"]) for marker in release_directories(layout).values()})) or "none"
+        raise refuse(
+            "KVF-ENG-030",
+            f"Release {release} is not on this host (complete releases: {have}).",
+            "Install it first (role engine); current stays as it is.",
+        )
+    return max(found, key=lambda path: str(found[path].get("installed", "")))
+
+
+def proved_releases(files: Iterable[Path]) -> list[str]:
+    """Ids of the releases that proof files name; a file that is not there or cannot be read names none."""
+    found = []
+    for path in files:
+        try:
+            release = json.loads(path.read_text()).get("release")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(release, dict):
+            release = release.get("id")
+        if release:
+            found.append(str(release))
+    return found
+
+
+def switch(layout: Layout, folder: Path, *, dry_run: bool = False) -> bool:
+    """Point ``current`` at a complete release in one step; whether it pointed elsewhere before."""
+    if read_marker(folder) is None and not dry_run:
+        raise refuse(
+            "KVF-ENG-030",
+            f"{folder} is no complete release.",
+            "Install it first (role engine); current stays as it is.",
+        )
+    if layout.current.is_symlink() and layout.current.resolve() == folder.resolve():
+        return False
+    if layout.current.exists() and not layout.current.is_symlink():
+        raise refuse("KVF-ENG-031", f"{layout.current} is no link.", "Move it away; kvfleet does not replace it.")
+    if dry_run:
+        return True
+    beside = layout.root / f".current.{os.getpid()}"
+    beside.unlink(missing_ok=True)
+    # relative: the tree can be mounted elsewhere and still holds together
+    beside.symlink_to(os.path.relpath(folder, layout.root))
+    beside.replace(layout.current)
+    return True
+
+
+def to_prune(layout: Layout, keep: int, protected: Iterable[str], using: Path | None = None) -> list[Path]:
+    """Releases to drop: all but the ``keep`` newest, never the one in use nor one whose id is protected (proved)."""
+    if keep < 1:
+        raise refuse("KVF-ENG-032", f"engine_keep_releases is {keep}.", "Set it to 1 or more.")
+    guarded = set(protected)
+    current = using or current_directory(layout)
+    found = release_directories(layout)
+    newest = sorted(found, key=lambda path: (path == current, str(found[path].get("installed", ""))), reverse=True)
+    stay = set(newest[:keep])
+    return sorted(
+        path for path in found if path not in stay and path != current and found[path]["release"] not in guarded
+    )
+
+
+def prune(
+    layout: Layout, keep: int, protected: Iterable[str], *, using: Path | None = None, dry_run: bool = False
+) -> list[str]:
+    """Drop old releases, their unpacked bundles, and files of uv's cache that no release shares; return their paths."""
+    doomed = to_prune(layout, keep, protected, using)
+    if dry_run or not doomed:
+        return [str(path) for path in doomed]
+    with exclusive(layout):
+        for path in doomed:
+            # the marker first: an interrupted removal must not look like a release
+            (path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(path)
+        left = {str(marker["release"]) for marker in release_directories(layout).values()}
+        if layout.bundles.is_dir():
+            for bundle in layout.bundles.iterdir():
+                if bundle.name not in left:
+                    shutil.rmtree(bundle)
+        trim_uv_cache(layout)
+    return [str(path) for path in doomed]
+
+
+def trim_uv_cache(layout: Layout) -> int:
+    """Drop uv's unpacked wheels that no release links to any more; return the bytes freed.
+
+    uv never forgets by itself, and its cache would grow with every release. An unpacked wheel of which no file has a
+    second link is used by nobody.
+    """
+    freed = 0
+    archives = layout.uv_cache.glob("archive-v*/*") if layout.uv_cache.is_dir() else ()
+    for archive in archives:
+        sizes: list[int] = []
+        shared = False
+        for base, _directories, files in os.walk(archive):
+            for file in files:
+                found = (Path(base) / file).lstat()
+                shared = shared or found.st_nlink > 1
+                sizes.append(found.st_size)
+        if not shared:
+            shutil.rmtree(archive)
+            freed += sum(sizes)
+    return freed

@@ -1,0 +1,136 @@
+#!/usr/bin/python
+# Copyright: kvfleet contributors
+# Apache License 2.0
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+---
+module: engine_install
+short_description: Build a release directory from its lock and prove it
+description:
+  - Builds the virtual environment of a release beside its final name with uv, all wheels in one transaction, runs every
+    gate in its own interpreter, and renames it. A directory with the final name is always complete and proved.
+  - No other release is touched, and the link C(current) stays as it is.
+  - A release that is there already is left alone; its gates run again only when the row changed.
+options:
+  root:
+    description: Directory that holds the releases, the link C(current), tools and bundles.
+    type: path
+    default: /opt/kvfleet
+  release:
+    description: The release row, from C(kvfleet_plan['release']).
+    type: dict
+    required: true
+  lock:
+    description: Text of the release's lock file.
+    type: str
+    required: true
+  lock_name:
+    description: Name of the lock file, for messages.
+    type: str
+    default: lock
+  tools_lock:
+    description: Text of the lock of uv; needed without a bundle.
+    type: str
+    default: ""
+  bundle:
+    description: Index of a bundle; everything is taken from its parts and no package index is asked.
+    type: dict
+  bundle_folder:
+    description: Directory on the host with the bundle's parts. Default, C(incoming/<name>) below O(root).
+    type: path
+  packages:
+    description: Debian packages that have to be there; those that are missing are taken from the bundle.
+    type: list
+    elements: str
+    default: []
+attributes:
+  check_mode:
+    description: Says what would be installed.
+    support: full
+author: kvfleet
+"""
+
+EXAMPLES = r"""
+- name: Build and prove the release
+  engine_install:
+    release: "{{ kvfleet_plan['release'] }}"
+    lock: "{{ lookup('ansible.builtin.file', engine_lock) }}"
+    bundle: "{{ lookup('ansible.builtin.file', engine_bundle) | from_json }}"
+"""
+
+RETURN = r"""
+path:
+  description: Directory of the release.
+  returned: always
+  type: str
+gates:
+  description: Name, result, detail and seconds of every gate.
+  returned: always
+  type: list
+  elements: dict
+"""
+
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.kvfleet import engine
+from ansible.module_utils.kvfleet.bundlefile import read_index
+from ansible.module_utils.kvfleet.command import run_command
+from ansible.module_utils.kvfleet.findings import KvfleetError
+from ansible.module_utils.kvfleet.lockfile import parse_lock
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "root": {"type": "path", "default": "/opt/kvfleet"},
+            "release": {"type": "dict", "required": True},
+            "lock": {"type": "str", "required": True},
+            "lock_name": {"type": "str", "default": "lock"},
+            "tools_lock": {"type": "str", "default": ""},
+            "bundle": {"type": "dict"},
+            "bundle_folder": {"type": "path"},
+            "packages": {"type": "list", "elements": "str", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    options = module.params
+    layout = engine.Layout(Path(options["root"]))
+    row = options["release"]
+    try:
+        lock = parse_lock(options["lock"], options["lock_name"])
+        engine.check_lock(row, lock)
+        found = engine.state(layout, row, lock, run_command)
+        if not found["install"] and not found["prove"]:
+            module.exit_json(changed=False, path=found["path"], gates=found["gates"])
+        if module.check_mode:
+            target = found["path"] or str(engine.directory_for(layout, str(row["id"]), lock.digest))
+            module.exit_json(changed=True, path=target, gates=[])
+        if found["install"]:
+            bundle = read_index(options["bundle"], "the bundle's index") if options["bundle"] else None
+            folder = Path(options["bundle_folder"]) if options["bundle_folder"] else None
+            if bundle is not None and folder is None:
+                folder = layout.incoming / bundle.name
+            result = engine.install(
+                layout,
+                row,
+                lock,
+                options["lock"],
+                run_command,
+                tools_lock_text=options["tools_lock"],
+                bundle=bundle,
+                bundle_folder=folder,
+                packages=options["packages"],
+            )
+        else:
+            gates = engine.prove_again(layout, Path(found["path"]), row, lock, run_command)
+            result = {"changed": True, "path": found["path"], "gates": [gate.as_dict() for gate in gates]}
+    except KvfleetError as error:
+        module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
