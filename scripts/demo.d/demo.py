@@ -1,0 +1,163 @@
+"""Build a throw-away host, deploy vLLM + LMCache on it with site.yml, and show what came out on one screen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvfleet.checkout import ROOT, cache_directory
+from kvfleet.runs import HostRun, PlaybookRun, run_playbook
+
+HOST = "demo"
+INVENTORY = ROOT / "inventories" / "local"
+RELEASE = "cpu-0.32.0-0.5.6"
+MODEL_SIZE = "small"
+MODEL_ON_HOST = "/data/models/tiny"
+TESTHOST = ROOT / "scripts" / "testhost"
+#: the engine's processes, the cache in RAM and the host itself
+NEEDED_MEMORY_BYTES = 7 * 1024**3
+
+console = Console(highlight=False)
+
+
+def die(sentence: str) -> None:
+    """End with one clear sentence."""
+    console.print(f"[bold red]demo:[/] {sentence}", soft_wrap=True)
+    sys.exit(2)
+
+
+def step(number: int, text: str) -> None:
+    """Say what happens now."""
+    console.print(f"[bold][{number}/5][/] {text}")
+
+
+def available_memory_bytes() -> int:
+    """MemAvailable of this machine."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def call(*command: str) -> None:
+    """Run one of the project's own scripts; its own sentence explains a failure."""
+    if subprocess.run(command, check=False).returncode:
+        die(f"'{Path(command[0]).name} {' '.join(command[1:])}' failed; its message stands above. Run ./scripts/demo again.")
+
+
+def ssh(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command on the host."""
+    return subprocess.run([str(TESTHOST), "ssh", HOST, *words], text=True, capture_output=True, check=False, **options)
+
+
+def host_is_up() -> bool:
+    """Whether the demo host already runs and answers."""
+    listed = subprocess.run([str(TESTHOST), "list", "--json"], capture_output=True, text=True, check=False)
+    hosts = json.loads(listed.stdout or "[]")
+    return any(host["name"] == HOST and host["state"] == "running" for host in hosts)
+
+
+def carry_model(model: Path) -> None:
+    """Copy the model to the host unless the same one is there: the marker file holds its parameters."""
+    marker = next(iter(sorted(model.glob(".*.json"))), model / "config.json")
+    there = ssh("cat", f"{MODEL_ON_HOST}/{marker.name}", "2>/dev/null")
+    if there.returncode == 0 and there.stdout == marker.read_text():
+        return
+    archive = subprocess.Popen(["tar", "-C", str(model), "-cf", "-", "."], stdout=subprocess.PIPE)
+    unpack = f"mkdir -p {MODEL_ON_HOST} && tar -C {MODEL_ON_HOST} --no-same-owner -xf -"
+    copied = subprocess.run([str(TESTHOST), "ssh", HOST, unpack], stdin=archive.stdout, check=False)
+    if archive.wait() or copied.returncode:
+        die("the model could not be copied to the host; run ./scripts/demo again.")
+
+
+class Progress:
+    """One line per task that takes time, updated in place on a terminal, plain lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._play = ""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Print plays, and tasks that changed something or took longer than two seconds."""
+        data = event.get("event_data") or {}
+        kind = event.get("event")
+        if kind == "playbook_on_play_start" and data.get("name") != self._play:
+            self._play = str(data.get("name"))
+            console.print(f"  {self._clock()} [bold]{self._play}[/]")
+        elif kind in ("runner_on_ok", "runner_on_failed") and (
+            (data.get("res") or {}).get("changed") or float(data.get("duration") or 0) > 2 or kind == "runner_on_failed"
+        ):
+            mark = "[red]failed[/]" if kind == "runner_on_failed" else ""
+            changed = "[yellow]changed[/]" if (data.get("res") or {}).get("changed") else ""
+            seconds = float(data.get("duration") or 0)
+            console.print(f"  {self._clock()}   {data.get('task')} {changed}{mark} [dim]{seconds:.0f} s[/]".rstrip())
+
+    def _clock(self) -> str:
+        passed = int(time.monotonic() - self._started)
+        return f"[dim]{passed // 60:2d}:{passed % 60:02d}[/]"
+
+
+def newest_result() -> tuple[Path, dict[str, Any]] | None:
+    """The newest results file of the demo host."""
+    files = sorted((ROOT / "results" / HOST).glob("*.json"))
+    return (files[-1], json.loads(files[-1].read_text())) if files else None
+
+
+def main() -> None:
+    """Read the command line and act."""
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--profile", choices=["gpu", "cpu", "disk"], default="disk", help="tiers to deploy (default: disk)")
+    parser.add_argument("--down", action="store_true", help="throw the host away")
+    arguments = parser.parse_args()
+    if arguments.down:
+        call(str(TESTHOST), "down", HOST)
+        return
+    deploy(arguments.profile)
+
+
+def deploy(profile: str) -> None:
+    """Build what is missing, deploy, and print the summary."""
+    if os.geteuid() != 0:
+        die("a booted container and loop devices need root: run it with sudo.")
+    running = host_is_up()
+    if not running and available_memory_bytes() < NEEDED_MEMORY_BYTES:
+        die(f"{available_memory_bytes() / 1024**3:.1f} GiB of memory are available, the demo needs 7: end something else first.")
+    step(1, "Throw-away host: a booted systemd container with a system-like disk and an empty cache disk")
+    call(str(TESTHOST), "up", HOST, "--reuse")
+    step(2, "Model: random weights, real tokenizer, made here")
+    model = cache_directory() / "models" / MODEL_SIZE
+    call(sys.executable, str(ROOT / "scripts" / "tinymodel"), "--size", MODEL_SIZE, str(model))
+    carry_model(model)
+    step(3, f"Wheels of release {RELEASE}, by hash")
+    call(str(Path(sys.executable).parent / "kvfleet"), "bundle", RELEASE)
+    step(4, "ansible-playbook -i inventories/local site.yml")
+    run = run_playbook(
+        ROOT / "site.yml", INVENTORY, extra_vars={"kvfleet_profile": profile}, on_event=Progress()
+    )
+    step(5, "Result")
+    summary(run)
+
+
+def summary(run: PlaybookRun) -> None:
+    """One screen: release, plan, changes, figures, verdict, and where to go from here."""
+    host = run.hosts.get(HOST, HostRun(HOST))
+    if not run.ok:
+        for failure in host.failures or ["the run ended without a result"]:
+            console.print(f"[bold red]failed[/] {failure}", soft_wrap=True)
+        console.print("Nothing is lost: run ./scripts/demo again, or look at the host with ./scripts/testhost ssh demo")
+        sys.exit(4)
+
+
+if __name__ == "__main__":
+    main()
