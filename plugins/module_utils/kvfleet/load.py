@@ -1,0 +1,214 @@
+"""One instance under a profile's load: counters around every run, samples during it, findings instead of exceptions."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Callable, Protocol
+
+from . import bench, metrics
+from .bench import Capacity, LoadPlan, Run, Speed
+from .findings import Finding, KvfleetError
+from .http import Client, HttpFailure
+from .truth import SALT_PREFIX, request_finding
+
+#: samples kept for every run: enough for a plot, little enough for a file that people open
+SERIES_LIMIT = 240
+
+
+class Session(Protocol):
+    """What runs ``vllm bench serve``; see ``bench_session.py``."""
+
+    def run(self, arguments: Sequence[str], timeout_s: float) -> int:
+        """Exit status of one call."""
+
+    def output(self) -> str:
+        """Last lines that it printed."""
+
+    def last_line(self) -> str:
+        """The line that names its error."""
+
+
+class SamplerFactory(Protocol):
+    """Makes a context manager that samples in the background and has ``samples`` afterwards."""
+
+    def __call__(self, probe: Callable[[], dict[str, Any]]) -> Any:
+        """Start sampling with ``probe``."""
+
+
+def plan_runs(
+    profile: str,
+    room: Capacity,
+    speed: Speed | None,
+    seed: int,
+    budget_s: float,
+    may_clear: bool,
+    scale: float,
+    custom: Sequence[Mapping[str, Any]],
+) -> LoadPlan:
+    """The runs of ``profile`` for an instance. Raises KVF-BENCH-012, -015, -016 for loads that cannot work."""
+    if profile == "smoke":
+        # without a truth check before it (benchmark alone, nothing measured yet) assume a slow host
+        return bench.smoke_runs(room, speed or Speed(300.0, 60.0), seed, budget_s, may_clear)
+    if profile == "article":
+        return bench.article_runs(room, seed, scale)
+    if profile == "long":
+        return bench.long_runs(room, seed)
+    return bench.custom_runs(custom, room, seed)
+
+
+class InstanceLoad:
+    """All runs of a load plan against one instance; :meth:`run` returns its part of ``bench_load``'s result."""
+
+    def __init__(
+        self,
+        instance: Mapping[str, Any],
+        server: Mapping[str, Any] | None,
+        engine: Client,
+        cache: Client | None,
+        tokenizer: str,
+        session: Session,
+        sampler: SamplerFactory,
+        host_probe: Callable[[], dict[str, Any]],
+        result_dir: Path,
+        run_limit_s: float,
+        settle_limit_s: float = 60.0,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.instance = instance
+        self.server = server
+        self.engine = engine
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.session = session
+        self.sampler = sampler
+        self.host_probe = host_probe
+        self.result_dir = result_dir
+        self.run_limit_s = run_limit_s
+        self.settle_limit_s = settle_limit_s
+        self.sleep = sleep
+        self.clock = clock
+        self.salt = f"{SALT_PREFIX}{(rng or random.SystemRandom()).getrandbits(64):016x}"
+        self.findings: list[Finding] = []
+
+    def room(self) -> Capacity:
+        """The instance's room as its plan and its running engine tell it. Raises :class:`HttpFailure`."""
+        pool = metrics.pool_tokens(self._engine_metrics()) or int(self.instance["gpu_kv_tokens"])
+        return bench.capacity(self.instance, self.server, pool)
+
+    def run(self, plan: LoadPlan) -> dict[str, Any]:
+        """Every run of ``plan`` in order; stops at the first that failed, since later ones build on it."""
+        runs: list[dict[str, Any]] = []
+        try:
+            for run in plan.runs:
+                runs.append(self._one(run))
+        except KvfleetError as refusal:
+            self.findings += refusal.findings
+        except HttpFailure as failure:
+            self.findings.append(request_finding(str(self.instance["name"]), failure))
+        return {
+            "name": self.instance["name"],
+            "profile": self.instance["profile"],
+            "salt": self.salt,
+            "notes": list(plan.notes),
+            "scale": plan.scale,
+            "runs": runs,
+            "findings": bench.findings_as_dicts(self.findings),
+        }
+
+    def _one(self, run: Run) -> dict[str, Any]:
+        if run.clear_ram and self.cache is not None:
+            self._wait_until_stored()
+            self.cache.post_json("/cache/clear", {}, 60)
+        salt = self.salt if run.dataset == "prefix_repetition" else f"{self.salt}-{run.name}"
+        before = self._counters(salt)
+        target = self.result_dir / f"{run.name}.json"
+        target.unlink(missing_ok=True)
+        arguments = bench.bench_arguments(
+            run,
+            self.engine.base_url,
+            str(self.instance["served_model_name"]),
+            self.tokenizer,
+            salt,
+            str(self.result_dir),
+        )
+        with self.sampler(self._probe) as sampler:
+            status = self.session.run(arguments, self.run_limit_s)
+        if status != 0 or not target.is_file():
+            raise KvfleetError(
+                Finding(
+                    "KVF-BENCH-023",
+                    f"vllm bench serve ended with status {status} in run {run.name}: {self.session.last_line()}",
+                    "The benchmark could not run, which says nothing about the service: read the output in the result.",
+                    {"status": status},
+                )
+            )
+        figures = bench.parse_result(target.read_text(), run)
+        after = self._settled_counters(salt, before, figures)
+        since = metrics.differences(before, after)
+        return {
+            "run": bench.run_as_dict(run),
+            "figures": figures,
+            "tokens": {key: int(value) for key, value in since.items()},
+            "series": metrics.thin_out(sampler.samples, SERIES_LIMIT),
+        }
+
+    def _wait_until_stored(self) -> None:
+        """Wait until the populating run's chunks are on disk: submitted and completed stores agree and stand still."""
+        deadline = self.clock() + self.settle_limit_s
+        previous = (-1.0, -2.0)
+        while self.clock() < deadline:
+            page = self._cache_metrics()
+            now = (
+                page.total("lmcache_mp_l2_store_submitted_objects_chunks_total", cache_salt=self.salt),
+                page.total("lmcache_mp_l2_store_completed_objects_chunks_total", cache_salt=self.salt),
+            )
+            if now == previous and now[0] == now[1] > 0:
+                return
+            previous = now
+            self.sleep(0.5)
+
+    def _counters(self, salt: str) -> dict[str, float]:
+        """Prompt tokens by source of the engine, lookups by tier of this salt, evictions of the server."""
+        page = self._cache_metrics()
+        return {
+            **metrics.prompt_tokens_by_source(self._engine_metrics()),
+            **{f"tier_{key}": value for key, value in metrics.tier_tokens(page, salt).items()},
+            "ram_evicted_chunks": page.total("lmcache_mp_l1_evicted_chunks_total"),
+            "disk_evicted_chunks": page.total("lmcache_mp_l2_evicted_objects_chunks_total"),
+        }
+
+    def _settled_counters(self, salt: str, before: Mapping[str, float], figures: Mapping[str, Any]) -> dict[str, float]:
+        """Counters once the engine has booked every prompt token that was sent; they trail by a moment."""
+        for _ in range(20):
+            after = self._counters(salt)
+            since = metrics.differences(before, after)
+            if sum(since[name] for name in metrics.PROMPT_SOURCES) >= figures["input_tokens"]:
+                break
+            self.sleep(0.1)
+        return after
+
+    def _probe(self) -> dict[str, Any]:
+        """One sample: use of the pool and the tiers, requests, evictions, and what the host adds."""
+        engine, cache = self._engine_metrics(), self._cache_metrics()
+        return {
+            "kv_usage": engine.highest("vllm:kv_cache_usage_perc"),
+            "running": engine.total("vllm:num_requests_running"),
+            "waiting": engine.total("vllm:num_requests_waiting"),
+            "preemptions": engine.total("vllm:num_preemptions_total"),
+            "ram_bytes": cache.total("lmcache_mp_l1_memory_usage_bytes"),
+            "disk_bytes": cache.total("lmcache_mp_l2_usage_bytes"),
+            "ram_evicted_chunks": cache.total("lmcache_mp_l1_evicted_chunks_total"),
+            "disk_evicted_chunks": cache.total("lmcache_mp_l2_evicted_objects_chunks_total"),
+            **self.host_probe(),
+        }
+
+    def _engine_metrics(self) -> metrics.Metrics:
+        return metrics.parse(self.engine.get_text("/metrics"))
+
+    def _cache_metrics(self) -> metrics.Metrics:
+        return metrics.parse(self.cache.get_text("/metrics")) if self.cache else metrics.Metrics(())

@@ -1,0 +1,145 @@
+"""Reading the engine's and the cache server's Prometheus text, and what a series of samples says about the sizes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?$")
+_LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPE = re.compile(r"\\(.)")
+
+#: sources of ``vllm:prompt_tokens_by_source_total`` (vLLM 0.32) by the name used here
+PROMPT_SOURCES = {
+    "computed": "local_compute",
+    "engine_cache": "local_cache_hit",
+    "external": "external_kv_transfer",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of a metrics page."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+class Metrics:
+    """A metrics page; values are summed over all lines whose labels match."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._by_name: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._by_name.setdefault(sample.name, []).append(sample)
+
+    def has(self, name: str) -> bool:
+        """Whether any line carries ``name``; a counter that never counted may be missing."""
+        return name in self._by_name
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of ``name`` over the lines that carry all of ``labels``; 0 when there is none."""
+        return math.fsum(
+            sample.value
+            for sample in self._by_name.get(name, ())
+            if all(sample.labels.get(key) == value for key, value in labels.items())
+        )
+
+    def highest(self, name: str, **labels: str) -> float | None:
+        """Largest value of ``name`` over the matching lines; ``None`` when there is none."""
+        values = [
+            sample.value
+            for sample in self._by_name.get(name, ())
+            if all(sample.labels.get(key) == value for key, value in labels.items())
+        ]
+        return max(values) if values else None
+
+    def labels(self, name: str) -> dict[str, str]:
+        """Labels of the first line of ``name``: how vLLM publishes its settings; empty when there is none."""
+        samples = self._by_name.get(name)
+        return dict(samples[0].labels) if samples else {}
+
+
+def parse(text: str) -> Metrics:
+    """Read a page in Prometheus' text format; comments, histograms' help and malformed lines are left out."""
+    samples = []
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.match(line.strip())
+        if not match:
+            continue
+        try:
+            value = float(match.group(3))
+        except ValueError:
+            continue
+        labels = {
+            key: _ESCAPE.sub(lambda found: {"n": "\n"}.get(found.group(1), found.group(1)), raw)
+            for key, raw in _LABEL.findall(match.group(2) or "")
+        }
+        samples.append(Sample(match.group(1), labels, value))
+    return Metrics(samples)
+
+
+def prompt_tokens_by_source(metrics: Metrics) -> dict[str, float]:
+    """Prompt tokens so far by where their KV came from: ``computed``, ``engine_cache``, ``external``."""
+    name = "vllm:prompt_tokens_by_source_total"
+    return {ours: metrics.total(name, source=theirs) for ours, theirs in PROMPT_SOURCES.items()}
+
+
+def tier_tokens(metrics: Metrics, salt: str | None = None) -> dict[str, float]:
+    """LMCache's lookups so far in tokens: ``requested``, ``cpu`` (its L1) and ``disk`` (its L2).
+
+    With ``salt`` only the lookups of requests that carried this ``cache_salt``, so that users' traffic on a shared
+    server does not count. Names are those of LMCache 0.5.6.
+    """
+    labels = {} if salt is None else {"cache_salt": salt}
+    return {
+        "requested": metrics.total("lmcache_mp_lookup_requested_tokens_total", **labels),
+        "cpu": metrics.total("lmcache_mp_lookup_hit_l1_tokens_total", **labels),
+        "disk": metrics.total("lmcache_mp_lookup_hit_l2_tokens_total", **labels),
+    }
+
+
+def pool_tokens(metrics: Metrics) -> int | None:
+    """Tokens that the engine's own KV pool really holds, from ``vllm:cache_config_info``; ``None`` if not told."""
+    labels = metrics.labels("vllm:cache_config_info")
+    try:
+        return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
+    except (KeyError, ValueError):
+        return None
+
+
+def differences(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """``after - before`` for every key of ``after``; a counter that went back (a restart) counts from zero."""
+    result = {}
+    for key, value in after.items():
+        change = value - before.get(key, 0.0)
+        result[key] = change if change >= 0 else value
+    return result
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """``share`` (0 to 1) percentile with linear interpolation between ranks, as numpy's default does it.
+
+    Raises ``ValueError`` for an empty sequence.
+    """
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * share
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def thin_out(series: Sequence[Any], limit: int) -> list[Any]:
+    """At most ``limit`` entries of ``series``, evenly spread, first and last kept."""
+    if len(series) <= limit:
+        return list(series)
+    step = (len(series) - 1) / (limit - 1)
+    return [series[round(index * step)] for index in range(limit)]
