@@ -104,7 +104,7 @@ def test_greedy_output_is_the_end_of_the_chase(
     tinymodel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a short reach keeps the whole chase inside a prompt that numpy can work through in a second
-    monkeypatch.setattr(tinymodel, "REACH", 150)
+    monkeypatch.setattr(tinymodel, "REACH", 80)
     size = tinymodel.SIZES["tiny"]
     tinymodel.write_config(tmp_path, size)
     tinymodel.write_weights(tmp_path, size, 0)
@@ -113,14 +113,14 @@ def test_greedy_output_is_the_end_of_the_chase(
     chase = tinymodel.make_chase(size, 0)
     generator = np.random.default_rng(5)
     answers, leads = set(), []
-    for _ in range(5):
-        ids = [int(token) for token in generator.integers(3, 1024, 900)]
+    for _ in range(8):
+        ids = [int(token) for token in generator.integers(3, 1024, 420)]
         logits = llama_logits(weights, config, ids)
         top = np.sort(logits)[::-1]
         answers.add(int(np.argmax(logits)))
         leads.append(float(top[0] - top[1]))
         assert int(np.argmax(logits)) == chased(ids, chase, size.layers)
-    assert len(answers) > 3
+    assert len(answers) > 4
     # far above what rounding to bfloat16 (eight bits) can move
     assert min(leads) > 2.0
 
