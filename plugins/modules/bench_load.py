@@ -52,6 +52,10 @@ options:
   api_key:
     description: Key of the instances, if they have one.
     type: str
+  shapes:
+    description: Per instance the sizes of an earlier smoke load, kept while they still fit, so that results compare.
+    type: dict
+    default: {}
   run_limit_s:
     description: Seconds that one run may take.
     type: float
@@ -87,7 +91,6 @@ instances:
   elements: dict
 """
 
-import os
 import random
 import tempfile
 import time
@@ -97,8 +100,10 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet.bench import PROFILES, Speed
 from ansible.module_utils.kvfleet.bench_session import BenchSession, Sampler, only_benchmark
+from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import KvfleetError
 from ansible.module_utils.kvfleet.host_access import base_url, require_tokenizer, server_of, server_url
+from ansible.module_utils.kvfleet.host_load import HostProbe, main_pids
 from ansible.module_utils.kvfleet.http import HttpClient, HttpFailure
 from ansible.module_utils.kvfleet.load import InstanceLoad, plan_runs
 from ansible.module_utils.kvfleet.truth import check_model_name, request_finding
@@ -116,6 +121,7 @@ def main() -> None:
             "custom_runs": {"type": "list", "elements": "dict", "default": []},
             "may_clear": {"type": "bool", "default": False},
             "api_key": {"type": "str", "no_log": True},
+            "shapes": {"type": "dict", "default": {}},
             "run_limit_s": {"type": "float", "default": 600},
             "sample_interval_s": {"type": "float", "default": 2},
         },
@@ -168,17 +174,20 @@ def load_instance(params: dict[str, Any], instance: dict[str, Any], directory: P
     results = directory / instance["name"]
     results.mkdir(mode=0o700)
     directory.chmod(0o755)
+    units = [f"kvfleet-lmcache@{server['name']}.service"] if server else []
+    base_paths = [server["base_path"]] if server and server.get("base_path") else []
+    host = HostProbe(base_paths, main_pids(units, run_command), bool(instance.get("gpus")), run_command)
     try:
         tokenizer = require_tokenizer(instance)
         check_model_name(engine, instance)
         with BenchSession(Path(plan["paths"]["current"]), environment, results, params["user"]) as session:
             load = InstanceLoad(
                 instance, server, engine, HttpClient(server_url(server)) if server else None, tokenizer, session,
-                lambda probe: Sampler(probe, params["sample_interval_s"]), host_sample, results, params["run_limit_s"],
+                lambda probe: Sampler(probe, params["sample_interval_s"]), host, results, params["run_limit_s"],
             )  # fmt: skip
             runs = plan_runs(
                 params["profile"], load.room(), speed, random.SystemRandom().randrange(1, 2**31), params["budget_s"],
-                params["may_clear"], params["scale"], params["custom_runs"],
+                params["may_clear"], params["scale"], params["custom_runs"], params["shapes"].get(instance["name"]),
             )  # fmt: skip
             session.start()
             done: dict[str, Any] = load.run(runs)
@@ -187,11 +196,6 @@ def load_instance(params: dict[str, Any], instance: dict[str, Any], directory: P
         return {**failed, "findings": [request_finding(instance["name"], failure).as_dict()]}
     except KvfleetError as error:
         return {**failed, "findings": [finding.as_dict() for finding in error.findings]}
-
-
-def host_sample() -> dict[str, Any]:
-    """Load average of the last minute, as a first witness of other work on the host."""
-    return {"load_1min": os.getloadavg()[0]}
 
 
 if __name__ == "__main__":

@@ -69,6 +69,10 @@ units:
   description: Per unit whether it is active, how often systemd restarted it, and its alarm lines.
   returned: always
   type: dict
+environment:
+  description: Kernel, processor, memory, driver and GPUs that the figures were measured on.
+  returned: always
+  type: dict
 unit_findings:
   description: Findings about units.
   returned: always
@@ -91,6 +95,7 @@ from ansible.module_utils.kvfleet.host_access import (
     tier_files,
     vocabulary_size,
 )
+from ansible.module_utils.kvfleet.host_load import environment
 from ansible.module_utils.kvfleet.http import HttpClient
 from ansible.module_utils.kvfleet.proof import check_units
 from ansible.module_utils.kvfleet.truth import TOLERANCES, InstanceProof, Limits, Surroundings
@@ -124,6 +129,7 @@ def main() -> None:
         instances=instances,
         units=units,
         unit_findings=[finding.as_dict() for finding in unit_findings],
+        environment=environment(run_command, any(instance.get("gpus") for instance in params["plan"]["instances"])),
         duration_s=round(time.monotonic() - started, 1),
     )
 

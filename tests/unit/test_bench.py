@@ -140,7 +140,7 @@ def test_article_is_the_articles_load():
 def test_a_scaled_article_says_so():
     plan = bench.article_runs(DEMO, 1, scale=0.2)
     assert "scale 0.2" in plan.notes[0]
-    assert any("max_num_seqs 4" in note for note in plan.notes)
+    assert any("max_num_seqs is 4" in note and "8, 16, 32" in note for note in plan.notes)
     assert {run.requests for run in plan.runs} == {40}
     for run in plan.runs:
         bench.check_run(run, DEMO)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -114,7 +115,14 @@ class LoadPlan:
     scale: float = 1.0
 
 
-def smoke_runs(room: Capacity, speed: Speed, seed: int, budget_s: float, may_clear: bool = False) -> LoadPlan:
+def smoke_runs(
+    room: Capacity,
+    speed: Speed,
+    seed: int,
+    budget_s: float,
+    may_clear: bool = False,
+    shape: Mapping[str, Any] | None = None,
+) -> LoadPlan:
     """The default load: the same prefixes cold, then warm at 1 and at 16 (or ``max_num_seqs``) at a time.
 
     The working set is a quarter larger than the engine's own pool: a repeat in the same order then finds nothing
@@ -130,53 +138,93 @@ def smoke_runs(room: Capacity, speed: Speed, seed: int, budget_s: float, may_cle
             f"A prompt of one chunk ({chunk} tokens) with {suffix + 64} tokens around it does not fit "
             f"max_model_len {room.max_model_len}.",
             "Raise kvfleet_max_model_len or lower kvfleet_chunk_tokens.",
-            max_model_len=room.max_model_len, chunk_tokens=chunk,
-        )  # fmt: skip
-    prefix = min(longest, int(speed.prefill_tokens_per_s * 2), max(2048, room.pool_tokens // 64))
-    prefix = max(chunk, prefix // chunk * chunk)
-    prompt_s = (prefix + suffix) / speed.prefill_tokens_per_s
-    decode_s = speed.decode_ms_per_token / 1000
-    wanted = max(4, math.ceil(1.25 * room.pool_tokens / prefix))
-    tier = max(room.ram_tokens, room.disk_tokens)
-    limits = {
-        "the time (smoke_benchmark_budget_s)": int(0.6 * budget_s / (prompt_s + shortest * decode_s)),
-        "the tiers' size": int(0.8 * tier / (prefix + suffix)) if tier else wanted,
-    }
-    why = min(limits, key=lambda name: limits[name])
-    prefixes = max(4, min(wanted, limits[why]))
-    if prefixes < wanted:
-        notes.append(
-            f"{why} allows {prefixes} prefixes of {prefix} tokens, the engine's pool of {room.pool_tokens} tokens "
-            "would "
-            f"need {wanted} to overflow: its own cache serves part of the warm runs"
+            max_model_len=room.max_model_len,
+            chunk_tokens=chunk,
         )
     many = max(1, min(16, room.max_num_seqs))
-    # a served prompt is assumed to take a tenth of its computing time; measured gains are larger
-    output = (0.25 * budget_s / prefixes - 0.1 * prompt_s) / max(decode_s, 1e-6)
-    output_tokens = max(shortest, min(64, int(output)))
+    if shape and _shape_fits(shape, room):
+        prefixes, prefix, output_tokens = (int(shape[key]) for key in _SHAPE_KEYS)
+    else:
+        prefix = min(longest, int(speed.prefill_tokens_per_s * 2), max(2048, room.pool_tokens // 64))
+        prefix = max(chunk, prefix // chunk * chunk)
+        prompt_s = (prefix + suffix) / speed.prefill_tokens_per_s
+        decode_s = speed.decode_ms_per_token / 1000
+        wanted = max(4, math.ceil(1.25 * room.pool_tokens / prefix))
+        tier = max(room.ram_tokens, room.disk_tokens)
+        limits = {
+            "the time (smoke_benchmark_budget_s)": int(0.6 * budget_s / (prompt_s + shortest * decode_s)),
+            "the tiers' size": int(0.8 * tier / (prefix + suffix)) if tier else wanted,
+        }
+        why = min(limits, key=lambda name: limits[name])
+        prefixes = max(4, min(wanted, limits[why]))
+        if prefixes < wanted:
+            notes.append(
+                f"{why} allows {prefixes} prefixes of {prefix} tokens, the engine's pool of {room.pool_tokens} tokens "
+                f"would need {wanted} to overflow: its own cache serves part of the warm runs"
+            )
+        # a served prompt is assumed to take a tenth of its computing time; measured gains are larger
+        output = (0.25 * budget_s / prefixes - 0.1 * prompt_s) / max(decode_s, 1e-6)
+        output_tokens = max(shortest, min(64, int(output)))
     cold = Run(
-        name="cold-c1", phase="populate", dataset="prefix_repetition", requests=prefixes, concurrency=1,
-        output_tokens=shortest, seed=seed, prefixes=prefixes, prefix_tokens=prefix, suffix_tokens=suffix,
-    )  # fmt: skip
-    runs = [
-        cold,
-        replace(
-            cold,
-            name="warm-c1",
-            phase="warm",
-            output_tokens=output_tokens,
-            clear_ram=may_clear and room.disk_tokens > 0,
-        ),
-    ]
+        name="cold-c1",
+        phase="populate",
+        dataset="prefix_repetition",
+        requests=prefixes,
+        concurrency=1,
+        output_tokens=shortest,
+        seed=seed,
+        prefixes=prefixes,
+        prefix_tokens=prefix,
+        suffix_tokens=suffix,
+    )
+    clear = may_clear and room.disk_tokens > 0
+    runs = [cold, replace(cold, name="warm-c1", phase="warm", output_tokens=output_tokens, clear_ram=clear)]
     if many > 1:
         runs.append(replace(cold, name=f"warm-c{many}", phase="warm", concurrency=many, output_tokens=output_tokens))
     return LoadPlan("smoke", tuple(runs), tuple(notes))
 
 
+#: sizes that make two smoke loads the same
+_SHAPE_KEYS = ("prefixes", "prefix_tokens", "output_tokens")
+
+
+def shape_of(plan: LoadPlan) -> dict[str, int]:
+    """Sizes of a load's warm runs; two results with the same shape can be compared."""
+    run = next((run for run in plan.runs if run.phase == "warm"), plan.runs[-1])
+    return {key: int(getattr(run, key)) for key in _SHAPE_KEYS}
+
+
+def _shape_fits(shape: Mapping[str, Any], room: Capacity) -> bool:
+    """Whether an earlier load's sizes still overflow the pool and fit model and tiers."""
+    try:
+        prefixes, prefix, output = (int(shape[key]) for key in _SHAPE_KEYS)
+    except (KeyError, TypeError, ValueError):
+        return False
+    total = prefixes * prefix
+    tier = max(room.ram_tokens, room.disk_tokens)
+    return (
+        prefixes >= 4
+        and output >= 4
+        and prefix % room.chunk_tokens == 0
+        and prefix + 32 + output + 16 <= room.max_model_len
+        and 1.1 * room.pool_tokens <= total <= 2.5 * room.pool_tokens
+        and (not tier or total <= 0.9 * tier)
+    )
+
+
+#: share of the hit bytes that must have come from the device; the rest may be metadata, read-ahead or staging
+_DEVICE_SHARE = 0.5
+
+
+def served_by(hit_bytes: int, read_bytes: int) -> str:
+    """``device`` when the disk tier's device really read what was hit, else ``page cache``: RAM posing as a disk."""
+    return "device" if read_bytes >= _DEVICE_SHARE * hit_bytes else "page cache"
+
+
 def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
     """The article's load, twice: its own random prompts, and RAG prompts that share prefixes.
 
-    ``scale`` below 1 shortens requests, prompts and outputs alike; concurrencies stay, cut to ``max_num_seqs``.
+    ``scale`` below 1 shortens requests, prompts and outputs alike; the five concurrencies stay.
     """
     if not 0 < scale <= 1:
         raise refuse(
@@ -186,7 +234,8 @@ def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
         )
     notes: list[str] = []
     chunk = room.chunk_tokens
-    requests = max(8, round(ARTICLE_REQUESTS * scale))
+    # fewer requests than the highest concurrency would never reach it
+    requests = max(ARTICLE_CONCURRENCIES[-1], round(ARTICLE_REQUESTS * scale))
     output = max(4, round(ARTICLE_OUTPUT_TOKENS * scale))
     longest = room.max_model_len - output - 16
     total = min(longest, max(chunk + ARTICLE_SUFFIX_TOKENS, round(ARTICLE_INPUT_TOKENS * scale)))
@@ -202,24 +251,28 @@ def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
             f"scale {scale:g}: {requests} requests of {total} tokens in and {output} out, the article ran "
             f"{ARTICLE_REQUESTS} of {ARTICLE_INPUT_TOKENS} in and {ARTICLE_OUTPUT_TOKENS} out"
         )
-    concurrencies = [c for c in ARTICLE_CONCURRENCIES if c <= room.max_num_seqs]
-    if len(concurrencies) < len(ARTICLE_CONCURRENCIES):
-        notes.append(f"concurrency above max_num_seqs {room.max_num_seqs} left out: such requests only wait")
+    waiting = [many for many in ARTICLE_CONCURRENCIES if many > room.max_num_seqs]
+    if waiting:
+        notes.append(
+            f"max_num_seqs is {room.max_num_seqs} in every set-up: at concurrency {', '.join(map(str, waiting))} "
+            "requests "
+            "wait (the article compared 16 on the GPU alone with 32 with offload)"
+        )
     runs = [
         Run(
             name=f"random-c{many}", phase="single", dataset="random", requests=requests, concurrency=many,
             output_tokens=output, seed=seed + many, input_tokens=total, load="random",
         )
-        for many in concurrencies
+        for many in ARTICLE_CONCURRENCIES
     ]  # fmt: skip
     prefixes = max(2, min(ARTICLE_PREFIXES, requests // 4))
     rag = Run(
         name="rag-populate", phase="populate", dataset="prefix_repetition", requests=requests // prefixes * prefixes,
-        concurrency=max(concurrencies), output_tokens=output, seed=seed, prefixes=prefixes,
+        concurrency=min(16, room.max_num_seqs), output_tokens=output, seed=seed, prefixes=prefixes,
         prefix_tokens=total - suffix, suffix_tokens=suffix,
     )  # fmt: skip
     runs.append(rag)
-    runs += [replace(rag, name=f"rag-c{many}", phase="warm", concurrency=many) for many in concurrencies]
+    runs += [replace(rag, name=f"rag-c{many}", phase="warm", concurrency=many) for many in ARTICLE_CONCURRENCIES]
     return LoadPlan("article", tuple(runs), tuple(notes), scale)
 
 
@@ -425,11 +478,12 @@ def _milliseconds(raw: Mapping[str, Any], name: str) -> list[float]:
 
 
 def summary(values: Sequence[float], mean: float | None = None) -> dict[str, float | None]:
-    """``mean, p50, p95, p99, max, samples`` of ``values``; percentiles that the sample cannot carry are ``None``."""
+    """Spread and percentiles of ``values``; percentiles that the sample cannot carry are ``None``."""
     if not values:
-        return {"mean": mean, "p50": None, "p95": None, "p99": None, "max": None, "samples": 0}
+        return {"mean": mean, "std": None, "p50": None, "p95": None, "p99": None, "max": None, "samples": 0}
     return {
         "mean": math.fsum(values) / len(values),
+        "std": statistics.pstdev(values),
         "p50": percentile(values, 0.5),
         "p95": percentile(values, 0.95) if len(values) >= SAMPLES_FOR_P95 else None,
         "p99": percentile(values, 0.99) if len(values) >= SAMPLES_FOR_P99 else None,

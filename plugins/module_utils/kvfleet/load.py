@@ -16,6 +16,8 @@ from .truth import SALT_PREFIX, request_finding
 
 #: samples kept for every run: enough for a plot, little enough for a file that people open
 SERIES_LIMIT = 240
+#: growth of the root file system during a load that logs and the like may cause
+ROOT_GROWTH_LIMIT_BYTES = 256 * 1024**2
 
 
 class Session(Protocol):
@@ -29,6 +31,20 @@ class Session(Protocol):
 
     def last_line(self) -> str:
         """The line that names its error."""
+
+
+class HostView(Protocol):
+    """Samples of the host and counters of the devices below the disk tier; see ``host_load.py``."""
+
+    root_device: int
+    seen_devices: set[int]
+    seen_direct: set[bool]
+
+    def __call__(self) -> dict[str, Any]:
+        """One sample."""
+
+    def cache_disk_counters(self) -> dict[str, int]:
+        """``read_bytes`` and ``written_bytes`` since boot."""
 
 
 class SamplerFactory(Protocol):
@@ -47,11 +63,16 @@ def plan_runs(
     may_clear: bool,
     scale: float,
     custom: Sequence[Mapping[str, Any]],
+    shape: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
-    """The runs of ``profile`` for an instance. Raises KVF-BENCH-012, -015, -016 for loads that cannot work."""
+    """The runs of ``profile`` for an instance. Raises KVF-BENCH-012, -015, -016 for loads that cannot work.
+
+    ``shape`` are the sizes of an earlier smoke load on this host; they are kept while they still fit, so that results
+    of different deploys can be compared.
+    """
     if profile == "smoke":
         # without a truth check before it (benchmark alone, nothing measured yet) assume a slow host
-        return bench.smoke_runs(room, speed or Speed(300.0, 60.0), seed, budget_s, may_clear)
+        return bench.smoke_runs(room, speed or Speed(300.0, 60.0), seed, budget_s, may_clear, shape)
     if profile == "article":
         return bench.article_runs(room, seed, scale)
     if profile == "long":
@@ -71,7 +92,7 @@ class InstanceLoad:
         tokenizer: str,
         session: Session,
         sampler: SamplerFactory,
-        host_probe: Callable[[], dict[str, Any]],
+        host: HostView,
         result_dir: Path,
         run_limit_s: float,
         settle_limit_s: float = 60.0,
@@ -86,7 +107,7 @@ class InstanceLoad:
         self.tokenizer = tokenizer
         self.session = session
         self.sampler = sampler
-        self.host_probe = host_probe
+        self.host = host
         self.result_dir = result_dir
         self.run_limit_s = run_limit_s
         self.settle_limit_s = settle_limit_s
@@ -106,6 +127,7 @@ class InstanceLoad:
         try:
             for run in plan.runs:
                 runs.append(self._one(run))
+            self._check_where_files_lie(runs)
         except KvfleetError as refusal:
             self.findings += refusal.findings
         except HttpFailure as failure:
@@ -116,6 +138,7 @@ class InstanceLoad:
             "salt": self.salt,
             "notes": list(plan.notes),
             "scale": plan.scale,
+            "shape": bench.shape_of(plan),
             "runs": runs,
             "findings": bench.findings_as_dicts(self.findings),
         }
@@ -125,7 +148,7 @@ class InstanceLoad:
             self._wait_until_stored()
             self.cache.post_json("/cache/clear", {}, 60)
         salt = self.salt if run.dataset == "prefix_repetition" else f"{self.salt}-{run.name}"
-        before = self._counters(salt)
+        before, device_before = self._counters(salt), self.host.cache_disk_counters()
         target = self.result_dir / f"{run.name}.json"
         target.unlink(missing_ok=True)
         arguments = bench.bench_arguments(
@@ -149,13 +172,70 @@ class InstanceLoad:
             )
         figures = bench.parse_result(target.read_text(), run)
         after = self._settled_counters(salt, before, figures)
-        since = metrics.differences(before, after)
+        tokens = {key: int(value) for key, value in metrics.differences(before, after).items()}
+        device = metrics.differences(device_before, self.host.cache_disk_counters())
         return {
             "run": bench.run_as_dict(run),
             "figures": figures,
-            "tokens": {key: int(value) for key, value in since.items()},
+            "tokens": tokens,
+            "disk": {**{key: int(value) for key, value in device.items()}, **self._disk_label(tokens, device)},
+            "advice": self._advice(run, sampler.samples).as_dict(),
             "series": metrics.thin_out(sampler.samples, SERIES_LIMIT),
         }
+
+    def _disk_label(self, tokens: Mapping[str, int], device: Mapping[str, float]) -> dict[str, Any]:
+        """Whether the disk tier's hits really came from its device: bytes that were hit against bytes that it read."""
+        hit_bytes = int(tokens.get("tier_disk", 0) * float(self.instance["kv_bytes_per_token"]))
+        if hit_bytes == 0:
+            return {"hit_bytes": 0, "served_by": None}
+        return {"hit_bytes": hit_bytes, "served_by": bench.served_by(hit_bytes, int(device.get("read_bytes", 0)))}
+
+    def _advice(self, run: Run, samples: Sequence[Mapping[str, Any]]) -> metrics.Advice:
+        per_rank = float(self.instance["kv_bytes_per_token"]) / max(
+            1, int(self.instance.get("tensor_parallel_size") or 1)
+        )
+        return metrics.advise(
+            samples,
+            buffer_gib=self.instance.get("buffer_gib_per_gpu") if self.cache is not None else None,
+            buffer_needed_gib=run.working_set_tokens * per_rank / 1024**3,
+            max_num_seqs=int(self.instance["max_num_seqs"]),
+        )
+
+    def _check_where_files_lie(self, runs: Sequence[Mapping[str, Any]]) -> None:
+        """KVF-BENCH-034 when the disk tier's files lie on the root file system, or the load made that grow.
+
+        The device of the files decides; totals of a disk would count other writers, and a loop-backed test disk twice.
+        """
+        if self.instance["profile"] != "disk":
+            return
+        directory = str((self.server or {}).get("base_path") or "")
+        try:
+            devices = self.host.seen_devices | ({Path(directory).stat().st_dev} if directory else set())
+        except OSError:
+            devices = set(self.host.seen_devices)
+        if self.host.root_device in devices:
+            self.findings.append(
+                Finding(
+                    "KVF-BENCH-034",
+                    f"Instance {self.instance['name']}: cache files lie on the root file system ({directory}): "
+                    "under load "
+                    "that freezes the host.",
+                    "Mount the cache partition (cache_disk_device) and restart the server.",
+                )
+            )
+        samples = [entry for run in runs for entry in run["series"] if entry.get("root_used_bytes")]
+        stored = sum(int(run["disk"].get("written_bytes", 0)) for run in runs)
+        growth = samples[-1]["root_used_bytes"] - samples[0]["root_used_bytes"] if samples else 0
+        if growth > max(ROOT_GROWTH_LIMIT_BYTES, stored // 2):
+            self.findings.append(
+                Finding(
+                    "KVF-BENCH-035",
+                    f"Instance {self.instance['name']}: the root file system grew by {growth / 1024**2:.0f} MiB "
+                    "during the load.",
+                    "Look for what writes there (du -x /); logs and caches of the service belong on other disks.",
+                    {"growth_bytes": growth},
+                )
+            )
 
     def _wait_until_stored(self) -> None:
         """Wait until the populating run's chunks are on disk: submitted and completed stores agree and stand still."""
@@ -204,7 +284,8 @@ class InstanceLoad:
             "disk_bytes": cache.total("lmcache_mp_l2_usage_bytes"),
             "ram_evicted_chunks": cache.total("lmcache_mp_l1_evicted_chunks_total"),
             "disk_evicted_chunks": cache.total("lmcache_mp_l2_evicted_objects_chunks_total"),
-            **self.host_probe(),
+            "disk_loaded_chunks": cache.total("lmcache_mp_l2_prefetch_load_completed_chunks_total"),
+            **self.host(),
         }
 
     def _engine_metrics(self) -> metrics.Metrics:

@@ -143,3 +143,98 @@ def thin_out(series: Sequence[Any], limit: int) -> list[Any]:
         return list(series)
     step = (len(series) - 1) / (limit - 1)
     return [series[round(index * step)] for index in range(limit)]
+
+
+#: the article's rule: a pool whose use swings by less than this share of it has settled
+SETTLED_SWING = 0.20
+#: fewer samples under load say nothing about a pattern
+_PATTERN_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a series says: ``pattern``, the swing it rests on (share of the pool), and one variable to change."""
+
+    pattern: str
+    swing: float | None
+    message: str
+    variable: str | None = None
+    value: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the result."""
+        return {
+            "pattern": self.pattern,
+            "swing": self.swing,
+            "message": self.message,
+            "variable": self.variable,
+            "value": self.value,
+        }
+
+
+def advise(
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    buffer_gib: float | None,
+    buffer_needed_gib: float | None,
+    max_num_seqs: int,
+) -> Advice:
+    """The article's reading of a load's series of ``kv_usage`` (0 to 1), waiting requests and evictions.
+
+    A saw-tooth with steady evictions means that the buffer is too small; a flat full line with waiting requests that
+    the pool is; a swing under 20 % is settled. ``buffer_gib`` is the present buffer (``None`` without a RAM tier),
+    ``buffer_needed_gib`` what the load's working set needs.
+    """
+    loaded = [entry for entry in samples if entry.get("running") and entry.get("kv_usage") is not None]
+    if len(loaded) < _PATTERN_SAMPLES:
+        return Advice("short", None, f"{len(loaded)} samples under load are too few for a pattern.")
+    # ramp-up and the last requests are no pattern
+    edge = len(loaded) // 10
+    middle = loaded[edge : len(loaded) - edge]
+    usage = [float(entry["kv_usage"]) for entry in middle]
+    swing = max(usage) - min(usage)
+    full = sum(value >= 0.95 for value in usage) / len(usage)
+    waiting = sum(bool(entry.get("waiting")) for entry in middle) / len(middle)
+    evicting = _steady_evictions(middle)
+    if full >= 0.7 and waiting >= 0.5:
+        lower = max(1, max_num_seqs // 2)
+        return Advice(
+            "pool too small",
+            swing,
+            f"The pool was full in {full:.0%} of the samples while requests waited: it is too small for {max_num_seqs} "
+            "sequences.",
+            "kvfleet_max_num_seqs",
+            float(lower),
+        )
+    if swing > SETTLED_SWING and evicting >= 0.3 and buffer_gib is not None:
+        wanted = max(math.ceil((buffer_needed_gib or 0) * 4) / 4, math.ceil(buffer_gib * 1.5 * 4) / 4)
+        return Advice(
+            "buffer too small",
+            swing,
+            f"Use of the pool swung by {swing:.0%} and the RAM tier evicted in {evicting:.0%} of the samples: the "
+            "buffer of "
+            f"{buffer_gib:g} GiB is too small.",
+            "kvfleet_buffer_gib_per_gpu",
+            wanted,
+        )
+    if swing <= SETTLED_SWING:
+        return Advice("settled", swing, f"Use of the pool swung by {swing:.0%}: settled.")
+    return Advice(
+        "varies",
+        swing,
+        f"Use of the pool swung by {swing:.0%} without steady evictions: the load varies, nothing to change.",
+    )
+
+
+def _steady_evictions(samples: Sequence[Mapping[str, Any]]) -> float:
+    """Share of the steps in which the RAM tier gave up chunks that were not merely staged for a disk hit."""
+    steps = list(zip(samples, samples[1:]))
+    if not steps:
+        return 0.0
+    evicting = 0
+    for early, late in steps:
+        evicted = float(late.get("ram_evicted_chunks") or 0) - float(early.get("ram_evicted_chunks") or 0)
+        # LMCache 0.5.6 counts a chunk that was staged for a disk hit as evicted when the hit was served
+        staged = float(late.get("disk_loaded_chunks") or 0) - float(early.get("disk_loaded_chunks") or 0)
+        evicting += evicted > staged
+    return evicting / len(steps)
