@@ -9,8 +9,9 @@ DOCUMENTATION = r"""
 module: bench_verdict
 short_description: Judge a host's proof and keep the result
 description:
-  - Turns what C(truth_check) and C(bench_load) returned into one verdict with its reasons and the deciding figure, and
-    writes both as one new JSON file below O(results_dir). Runs on the controller (C(delegate_to=localhost)).
+  - Turns what C(truth_check) and C(bench_load) returned into one verdict with its reasons and the deciding figure,
+    compares it with this host's earlier results below O(results_dir), and writes everything there as one new JSON file.
+    Runs on the controller (C(delegate_to=localhost)).
 options:
   host:
     description: The host's name in the inventory; also the name of its directory of results.
@@ -97,6 +98,14 @@ text:
   description: The line with every reason and its fix below it.
   returned: always
   type: str
+payoff:
+  description: Whether the tiers pay against profile gpu, C(unknown) without a comparable result.
+  returned: always
+  type: dict
+shapes:
+  description: Per instance the sizes of its load, for the next proof to keep.
+  returned: always
+  type: dict
 path:
   description: The file that was written.
   returned: always
@@ -141,6 +150,11 @@ def main() -> None:
         params["host"], time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), params["plan"], params["profile"],
         _kept(truth), _kept(load), verdict, truth.get("environment") or {},
     )  # fmt: skip
+    earlier = history.load_records(Path(params["results_dir"]), params["host"])
+    changes = [change.as_dict() for change in history.regressions(record, earlier)]
+    payoff = history.payoff(record, earlier).as_dict()
+    verdict = bench.judge_history(verdict, changes, payoff)
+    record.update(verdict, changes=changes, payoff=payoff)
     path = ""
     if not module.check_mode:
         try:
@@ -153,6 +167,8 @@ def main() -> None:
         accepted=accepted,
         path=path,
         time=record["time"],
+        payoff=payoff,
+        shapes={entry["name"]: entry.get("shape") or {} for entry in (load or {}).get("instances") or ()},
         line=history.line(record),
         text=history.explanation(record),
         **verdict,

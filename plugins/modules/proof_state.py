@@ -55,6 +55,10 @@ line:
   description: The last proof's line and how fast every instance answered now, or why a proof is due.
   returned: when nothing was recorded
   type: str
+shapes:
+  description: Per instance the sizes of the last recorded smoke load.
+  returned: when nothing was recorded
+  type: dict
 fingerprint:
   description: Digest of the present state.
   returned: always
@@ -119,6 +123,7 @@ def main() -> None:
         proved=not reason,
         reason=reason,
         line=standing_line(last, reason, generation),
+        shapes=(last or {}).get("shapes") or {},
         fingerprint=parts["all"],
         generation=generation,
         last=last,

@@ -499,7 +499,7 @@ def _is_measurement(value: Any) -> bool:
 
 def run_as_dict(run: Run) -> dict[str, Any]:
     """A run as plain data for the result file."""
-    return asdict(run)
+    return {**asdict(run), "prompt_tokens": run.prompt_tokens}
 
 
 # -- verdict ----------------------------------------------------------------------------------------------------------
@@ -664,3 +664,53 @@ def _load_limits(instance: Mapping[str, Any], thresholds: Thresholds) -> list[Re
 def findings_as_dicts(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Findings as plain data."""
     return [finding.as_dict() for finding in findings]
+
+
+#: the article's own finding, for the person who sees a degrade verdict
+_DEGRADE_ADVICE = (
+    "Set kvfleet_profile: cpu if RAM can hold the working set (kvfleet_buffer_gib_per_gpu), else gpu: a disk tier pays "
+    "only when memory is short and prompts repeat."
+)
+
+
+def judge_history(
+    verdict: Mapping[str, Any], changes: Sequence[Mapping[str, Any]], payoff: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Add what earlier results say to a verdict of :func:`judge`: regressions and offload that costs are ``degrade``.
+
+    A failing verdict keeps its deciding figure. ``changes`` and ``payoff`` come from :mod:`history`.
+    """
+    reasons = [Reason(**reason) for reason in verdict["reasons"]]
+    for change in sorted(changes, key=lambda change: float(change["tolerance"]) - float(change["worse"])):
+        if change["regressed"]:
+            reasons.append(
+                Reason(
+                    "degrade",
+                    "KVF-BENCH-044",
+                    change["figure"],
+                    f"Instance {change['instance']}, run {change['run']}: {change['figure']} is {change['value']:.4g}, "
+                    f"{change['worse']:.0%} worse than the median {change['baseline']:.4g} of the last "
+                    f"{change['results']} "
+                    f"passing results; their spread explains {change['tolerance']:.0%}.",
+                    "Other load on the host, a throttling disk or GPU, or the change that this deploy brought; run the "
+                    "proof again (smoke_benchmark_force) before you believe it.",
+                    round(float(change["value"]), 2),
+                    round(float(change["baseline"]), 2),
+                )
+            )
+    if payoff["state"] == "costs":
+        reasons.append(
+            Reason(
+                "degrade",
+                "KVF-BENCH-045",
+                "requests_per_s ratio",
+                payoff["message"],
+                _DEGRADE_ADVICE,
+                payoff["ratio"],
+                1.0,
+            )
+        )
+    levels = {reason.level for reason in reasons}
+    if verdict["verdict"] != "pass" or "degrade" not in levels:
+        return {**verdict, "reasons": [asdict(reason) for reason in reasons]}
+    return conclude(reasons, ())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +136,205 @@ def explanation(record: Mapping[str, Any]) -> str:
         f"{reason['level']}: {reason['code']}: {reason['message']} {reason['fix']}" for reason in record["reasons"]
     ]
     return "\n".join(lines)
+
+
+# -- comparing with earlier results -----------------------------------------------------------------------------------
+
+#: as many passing results make the baseline
+BASELINE_RESULTS = 5
+#: how many standard errors a mean must move before it counts: 3 are exceeded by chance in 0.3 % of comparisons
+STANDARD_ERRORS = 3.0
+#: figures that are compared: path in a run's figures, words, whether more is better
+COMPARED = (
+    (("ttft", "mean"), "mean TTFT in ms", False),
+    (("tpot", "mean"), "mean TPOT in ms", False),
+    (("requests_per_s",), "requests per second", True),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure against its baseline; ``worse`` is the relative loss (0.2 = 20 % worse), ``tolerance`` likewise."""
+
+    instance: str
+    run: str
+    figure: str
+    value: float
+    baseline: float
+    worse: float
+    tolerance: float
+    results: int
+
+    @property
+    def regressed(self) -> bool:
+        """Whether the loss exceeds what the observed spread explains."""
+        return self.worse > self.tolerance
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the result."""
+        return {**asdict(self), "regressed": self.regressed}
+
+
+def release_line(record: Mapping[str, Any]) -> str:
+    """The versions whose results are compared: vLLM's and LMCache's major and minor numbers."""
+    release = record["plan"]["release"]
+
+    def minor(version: Any) -> str:
+        return ".".join(str(version or "").split(".")[:2])
+
+    return f"{minor(release.get('vllm'))}/{minor(release.get('lmcache'))}"
+
+
+def comparable(record: Mapping[str, Any], other: Mapping[str, Any], *, same_plan_profile: bool = True) -> bool:
+    """Whether two results measured the same thing: host, load profile, release line, models and load sizes."""
+    return bool(
+        record["host"] == other["host"]
+        and record["profile"] == other["profile"]
+        and release_line(record) == release_line(other)
+        and (not same_plan_profile or record["plan_profile"] == other["plan_profile"])
+        and _sizes(record) == _sizes(other) != []
+    )
+
+
+def _sizes(record: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Per instance its name, model and the sizes of its runs."""
+    models = {entry["name"]: entry.get("model") for entry in record["plan"]["instances"]}
+    keys = (
+        "name",
+        "requests",
+        "concurrency",
+        "prompt_tokens",
+        "output_tokens",
+        "prefixes",
+        "prefix_tokens",
+        "input_tokens",
+    )
+    return [
+        (
+            entry["name"],
+            models.get(entry["name"]),
+            tuple(tuple(run["run"].get(key) for key in keys) for run in entry["runs"]),
+        )
+        for entry in (record.get("load") or {}).get("instances") or ()
+        if entry.get("runs")
+    ]
+
+
+def regressions(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[Change]:
+    """Every compared figure of ``record`` against the median of the last passing comparable results.
+
+    The tolerance follows from what was observed, not from a fixed guess: half the range of the baseline's values, or
+    three standard errors of the difference of the two means (from the single requests' spread), whichever is larger.
+    """
+    baseline = [entry for entry in earlier if entry.get("verdict") == "pass" and comparable(record, entry)]
+    baseline = baseline[-BASELINE_RESULTS:]
+    changes = []
+    for instance, run in _runs(record):
+        if run["run"]["phase"] == "populate":
+            continue
+        for path, words, more_is_better in COMPARED:
+            now = _figure(run, path)
+            values = [
+                value
+                for entry in baseline
+                for other_instance, other in _runs(entry)
+                if other_instance == instance and other["run"]["name"] == run["run"]["name"]
+                for value in [_figure(other, path)]
+                if value
+            ]
+            if now is None or not values:
+                continue
+            middle = statistics.median(values)
+            loss = (middle - now) / middle if more_is_better else (now - middle) / middle
+            spread = (max(values) - min(values)) / 2 / middle
+            tolerance = max(spread, STANDARD_ERRORS * _relative_error(run, path) * math.sqrt(1 + 1 / len(values)))
+            changes.append(Change(instance, run["run"]["name"], words, now, middle, loss, tolerance, len(values)))
+    return changes
+
+
+def _runs(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every measured run with its instance's name."""
+    return [
+        (str(entry["name"]), run)
+        for entry in (record.get("load") or {}).get("instances") or ()
+        for run in entry.get("runs") or ()
+        if run.get("figures")
+    ]
+
+
+def _figure(run: Mapping[str, Any], path: Sequence[str]) -> float | None:
+    """The figure at ``path``; ``None`` when it was not measured."""
+    value: Any = run["figures"]
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and value > 0 else None
+
+
+def _relative_error(run: Mapping[str, Any], path: Sequence[str]) -> float:
+    """Standard error of a run's mean over the mean; of a rate, that of the time a request takes."""
+    series = run["figures"].get(path[0] if len(path) > 1 else "e2e") or {}
+    mean, std, samples = series.get("mean"), series.get("std"), series.get("samples") or 0
+    if not mean or std is None or samples < 2:
+        return 0.0
+    return float(std / mean / math.sqrt(samples))
+
+
+@dataclass(frozen=True)
+class Payoff:
+    """Whether the tiers pay: ``pays``, ``costs`` or ``unknown``; ``ratio`` of request rates to profile ``gpu``."""
+
+    state: str
+    message: str
+    ratio: float | None = None
+    ttft_ratio: float | None = None
+    run: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the result."""
+        return asdict(self)
+
+
+def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Payoff:
+    """The tiered profile against the newest passing ``gpu`` result of the same load, host and exact release.
+
+    The busiest warm run decides. A loss within three standard errors is no loss.
+    """
+    if record["plan_profile"] == "gpu":
+        return Payoff("unknown", "Profile gpu is the baseline itself.")
+    baseline = [
+        entry
+        for entry in earlier
+        if entry.get("plan_profile") == "gpu"
+        and entry.get("verdict") == "pass"
+        and entry.get("release") == record["release"]
+        and comparable(record, entry, same_plan_profile=False)
+    ]
+    if not baseline:
+        return Payoff(
+            "unknown",
+            f"Nothing to compare with: no passing result of profile gpu with release {record['release']} and this "
+            "load on "
+            "this host. Profile article measures all three.",
+        )
+    reference = {(name, run["run"]["name"]): run for name, run in _runs(baseline[-1])}
+    pairs = [
+        (run, reference[name, run["run"]["name"]])
+        for name, run in _runs(record)
+        if run["run"]["phase"] == "warm" and (name, run["run"]["name"]) in reference
+    ]
+    if not pairs:
+        return Payoff("unknown", "The baseline has no warm run of this load.")
+    run, other = max(pairs, key=lambda pair: int(pair[0]["run"]["concurrency"]))
+    now, then = _figure(run, ("requests_per_s",)), _figure(other, ("requests_per_s",))
+    ttft, ttft_then = _figure(run, ("ttft", "mean")), _figure(other, ("ttft", "mean"))
+    if now is None or then is None:
+        return Payoff("unknown", "The baseline measured no requests per second.")
+    ratio = now / then
+    noise = STANDARD_ERRORS * math.hypot(
+        _relative_error(run, ("requests_per_s",)), _relative_error(other, ("requests_per_s",))
+    )
+    ttft_ratio = ttft_then / ttft if ttft and ttft_then else None
+    name = run["run"]["name"]
+    words = f"{now:.3g} requests/s against {then:.3g} of the GPU alone in run {name}"
+    state = "costs" if ratio < 1 and 1 - ratio > noise else "pays"
+    return Payoff(state, f"Offload {'costs' if state == 'costs' else 'pays'}: {words}.", ratio, ttft_ratio, name)
