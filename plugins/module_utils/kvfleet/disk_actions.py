@@ -17,6 +17,7 @@ import mmap
 import os
 import pwd
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -460,8 +461,8 @@ def _format(run: DiskRun, probe: DiskProbe, decision: Decision, record: DiskReco
             or (("unknown bytes",) if decision.action == "overwrite" else ()),
         )
     elif (record.fstype, record.label) != (settings.fstype, settings.label):
-        # nothing was ever stored there, so the inventory's newer wish wins
-        record = replace(record, fstype=settings.fstype, label=settings.label, filesystem_uuid=str(uuid.uuid4()))
+        # nothing was ever stored there, so the inventory's newer wish wins; the UUID that tells ours from theirs stays
+        record = replace(record, fstype=settings.fstype, label=settings.label)
     _keep(run, record)
     run.did("write down what is about to be made")
     if entry_there and probe.table.primary is not None:
@@ -610,6 +611,16 @@ def direct_io_works(folder: str) -> bool:
     finally:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+
+def _data_directory_fits(settings: DiskSettings) -> bool:
+    """Whether the data directory has its owner, group and mode."""
+    try:
+        status = Path(settings.data_path).lstat()
+        owner = (pwd.getpwnam(settings.owner).pw_uid, grp.getgrnam(settings.group).gr_gid)
+    except (OSError, KeyError):
+        return False
+    return stat.S_IMODE(status.st_mode) == 0o750 and (status.st_uid, status.st_gid) == owner
 
 
 def _furnish(run: DiskRun, record: DiskRecord) -> DiskRecord:
@@ -762,7 +773,7 @@ def _pending(run: DiskRun, probe: DiskProbe, decision: Decision, record: DiskRec
         mounted = child is not None and mounted_at(settings.mount_point, run.paths).major_minor == child[1]
         steps += [] if same else [f"write {unit}"]
         steps += [] if mounted else [f"mount {settings.mount_point}"]
-        if mounted and not Path(settings.data_path).is_dir():
+        if mounted and not _data_directory_fits(settings):
             steps.append(f"make the data directory {settings.data_path}")
         if decision.adopt or record is None or record.stage != "ready":
             steps.append("write down that the disk is ready")
@@ -779,6 +790,7 @@ def present(run: DiskRun) -> dict[str, Any]:
     with contextlib.nullcontext() if run.check_mode else _lock(run), _releasing(run):
         host_id = machine_id(paths)
         record = read_record(settings.serial, paths)
+        _settle(run)
         probe = probe_disk(settings, run.runner, paths)
         decision = decide(probe, settings, record, host_id)
         if decision.refused:

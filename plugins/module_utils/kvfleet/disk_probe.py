@@ -382,6 +382,34 @@ def _exclusive_error(nodes: list[str]) -> tuple[str, list[str]]:
     return "", []
 
 
+def _loops_over(numbers: Mapping[str, str], paths: HostPaths) -> list[str]:
+    """Loop devices whose backing file is one of the devices: they neither hold nor claim it, the kernel just writes."""
+    found = []
+    for block in sorted((Path(paths.sys) / "block").glob("loop*")):
+        backing = _text(block / "loop" / "backing_file")
+        if backing and _device_number(backing) in numbers:
+            found.append(block.name)
+    return found
+
+
+def _writers(numbers: Mapping[str, str], paths: HostPaths) -> list[str]:
+    """Processes that have one of the devices open for writing (virtual machines, databases), as ``name (pid)``."""
+    found = []
+    for process in sorted(
+        (entry for entry in Path(paths.proc).iterdir() if entry.name.isdigit()), key=lambda entry: int(entry.name)
+    ):
+        with contextlib.suppress(OSError):
+            for handle in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if _device_number(str(handle)) not in numbers:
+                        continue
+                    flags = re.search(r"^flags:\s*(\d+)", (process / "fdinfo" / handle.name).read_text(), re.MULTILINE)
+                    if flags is None or int(flags.group(1), 8) & os.O_ACCMODE != os.O_RDONLY:
+                        found.append(f"{_text(process / 'comm')} ({process.name})")
+                        break
+    return found
+
+
 def fstab_uses(text: str, tokens: set[str], numbers: Mapping[str, str], mount_point: str = "") -> list[str]:
     """Lines of fstab that name one of ``tokens`` (UUIDs, labels), a device in ``numbers`` or our own mount point."""
     found = []
@@ -525,7 +553,11 @@ def probe_disk(settings: DiskSettings, runner: CommandRunner, paths: HostPaths =
         if _device_number(_unescape(line.split()[0])) in numbers
     ]
     own = {probe.kernel_name, *(part.kernel_name for part in probe.partitions)}
-    holders = tuple(name for name in family if name not in own)
+    holders = (
+        *(name for name in family if name not in own),
+        *_loops_over(numbers, paths),
+        *(f"process {name}" for name in _writers(numbers, paths)),
+    )
     node_of = {name: str(Path(paths.dev) / name) for name in own}
     exclusive, more = _exclusive_error(
         [node_of[probe.kernel_name], *(node_of[part.kernel_name] for part in probe.partitions)]

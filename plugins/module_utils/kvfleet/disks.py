@@ -209,7 +209,7 @@ def check_settings(settings: DiskSettings) -> list[Finding]:
                 "Set cache_disk_device to the disk's /dev/disk/by-id/ link; 'kvfleet disks' lists them.",
             )
         )
-    elif not PurePosixPath(device).is_absolute() or "/disk/by-id/" not in device or ".." in PurePosixPath(device).parts:
+    elif not re.fullmatch(r"/dev/disk/by-id/[^/]+", device):
         found.append(
             Finding(
                 "KVF-DISK-002",
@@ -867,7 +867,7 @@ def classify(probe: DiskProbe, record: DiskRecord | None, machine_id: str) -> tu
             foreign = [item for item in filesystem.others if item.uuid != known.filesystem_uuid]
             if filesystem.type and filesystem.uuid != known.filesystem_uuid:
                 foreign.append(Signature("the partition", filesystem.type, 0, filesystem.label, filesystem.uuid))
-            if foreign and not known.overwrote:
+            if foreign:
                 return "recognised", f"{foreign[0]} in a partition that kvfleet began and never finished"
             return "ours_unfinished", "a format by kvfleet on this host was cut short"
         if not both_valid:

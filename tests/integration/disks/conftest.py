@@ -95,15 +95,19 @@ class Bench:
     root: Path
     disks: list[Disk] = field(default_factory=list)
     paths: HostPaths = field(default_factory=HostPaths)
+    mounted: list[Path] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+    handles: list[int] = field(default_factory=list)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    kept: str = ""
 
-    def disk(self, size_mib: int = 384, serial: str = "", read_only: bool = False, prepare: object = None) -> Disk:
+    def disk(self, size_mib: int = 384, serial: str = "", read_only: bool = False, sector_bytes: int = 512) -> Disk:
         serial = serial or f"KVTEST{len(self.disks) + 1:02d}"
         file = self.root / f"disk{len(self.disks) + 1}.img"
         file.touch()
         os.truncate(file, size_mib * MIB)
-        if callable(prepare):
-            prepare(file)
-        node = sh("losetup", "--find", "--show", *(["--read-only"] if read_only else []), str(file)).strip()
+        options = ["--read-only"] if read_only else []
+        node = sh("losetup", "--find", "--show", f"--sector-size={sector_bytes}", *options, str(file)).strip()
         link = self.root / "by-id" / f"nvme-QEMU_NVMe_Ctrl_{serial}"
         link.unlink(missing_ok=True)
         link.symlink_to(node)
@@ -131,6 +135,37 @@ class Bench:
 
         check_mode = bool(changes.pop("check_mode", False))
         return DiskRun(self.settings(disk, **changes), run_command, self.paths, check_mode=check_mode)
+
+    def keep(self, text: str) -> None:
+        """Put a file on the mounted cache that must survive, and let the file system come to rest."""
+        (self.mount_point / "data" / "kept").write_text(text)
+        self.kept = text
+        sh("mount", "-o", "remount,noinit_itable", str(self.mount_point), check=False)
+        os.sync()
+
+    def background(self, argv: list[str], ready: str) -> subprocess.Popen[str]:
+        """Start a process that lives until the test ends; wait for its line ``ready``."""
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == ready
+        return process
+
+    def close(self) -> None:
+        """Give everything back, whatever state a test left behind."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for handle in self.handles:
+            with contextlib.suppress(OSError):
+                os.close(handle)
+        for mount_point in self.mounted:
+            subprocess.run(["umount", "--lazy", str(mount_point)], check=False, capture_output=True)
+        for node in self.loops:
+            subprocess.run(["losetup", "--detach", node], check=False, capture_output=True)
+        for disk in self.disks:
+            with contextlib.suppress(Exception):
+                self.release(disk)
 
     def release(self, disk: Disk) -> None:
         for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
@@ -172,7 +207,5 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     try:
         yield made
     finally:
-        for disk in made.disks:
-            with contextlib.suppress(Exception):
-                made.release(disk)
+        made.close()
         shutil.rmtree(root, ignore_errors=True)
