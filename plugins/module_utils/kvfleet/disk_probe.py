@@ -343,7 +343,7 @@ def find_mounts(numbers: Mapping[str, str], paths: HostPaths) -> tuple[list[Moun
         own = str((proc / "self" / "ns" / "mnt").readlink())
     except OSError as error:
         return [], [f"the mount table cannot be read: {error}"]
-    pids = sorted((entry.name for entry in proc.iterdir() if entry.name.isdigit()), key=int)
+    pids = _pids(paths)
     for pid in ["self", *pids]:
         try:
             namespace = str((proc / pid / "ns" / "mnt").readlink())
@@ -382,6 +382,11 @@ def _exclusive_error(nodes: list[str]) -> tuple[str, list[str]]:
     return "", []
 
 
+def _pids(paths: HostPaths) -> list[str]:
+    """The running processes, oldest first."""
+    return sorted((entry.name for entry in Path(paths.proc).iterdir() if entry.name.isdigit()), key=int)
+
+
 def _loops_over(numbers: Mapping[str, str], paths: HostPaths) -> list[str]:
     """Loop devices whose backing file is one of the devices: they neither hold nor claim it, the kernel just writes."""
     found = []
@@ -395,9 +400,8 @@ def _loops_over(numbers: Mapping[str, str], paths: HostPaths) -> list[str]:
 def _writers(numbers: Mapping[str, str], paths: HostPaths) -> list[str]:
     """Processes that have one of the devices open for writing (virtual machines, databases), as ``name (pid)``."""
     found = []
-    for process in sorted(
-        (entry for entry in Path(paths.proc).iterdir() if entry.name.isdigit()), key=lambda entry: int(entry.name)
-    ):
+    for pid in _pids(paths):
+        process = Path(paths.proc) / pid
         with contextlib.suppress(OSError):
             for handle in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):

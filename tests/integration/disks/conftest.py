@@ -8,7 +8,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,15 +169,28 @@ class Bench:
                 self.release(disk)
 
     def release(self, disk: Disk) -> None:
+        """Unmount, forget the partitions, detach; a partition that outlives its disk would write into the next one."""
         for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
             mount_point, source = line.split()[4], line.partition(" - ")[2].split()[1]
             if source == disk.node or source.startswith(disk.node + "p"):
-                subprocess.run(["umount", "--lazy", mount_point], check=False, capture_output=True)
-        for part in disk.parts():
-            subprocess.run(["swapoff", part], check=False, capture_output=True)
-        subprocess.run(["swapoff", disk.node], check=False, capture_output=True)
-        subprocess.run(["partx", "--delete", disk.node], check=False, capture_output=True)
+                until(lambda where=mount_point: sh("umount", where, check=False) == "" and not os.path.ismount(where))
+        for node in (*disk.parts(), disk.node):
+            subprocess.run(["swapoff", node], check=False, capture_output=True)
+
+        def no_partitions() -> bool:
+            subprocess.run(["partx", "--delete", disk.node], check=False, capture_output=True)
+            return not disk.parts()
+
+        until(no_partitions)
         subprocess.run(["losetup", "--detach", disk.node], check=False, capture_output=True)
+        until(lambda: str(disk.file) not in sh("losetup", "--list", "--noheadings", "--output", "BACK-FILE"))
+
+
+def until(done: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait until ``done``; the caller's next step shows if it never came."""
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 @pytest.fixture
