@@ -10,7 +10,7 @@ from typing import Any
 
 from .findings import refuse
 
-#: What :func:`parse_query` expects; ``compute_cap`` exists since driver 510.
+#: What :func:`parse_query` expects; ``compute_cap`` and ``memory.reserved`` exist since driver 510.
 QUERY_FIELDS = (
     "index",
     "uuid",
@@ -23,9 +23,10 @@ QUERY_FIELDS = (
     "driver_version",
     "mig.mode.current",
     "compute_cap",
+    "memory.reserved",
 )
 #: The same for drivers that do not know the newest fields.
-BASIC_FIELDS = QUERY_FIELDS[:-2]
+BASIC_FIELDS = QUERY_FIELDS[:-3]
 
 #: Dense 16-bit tensor peak in TFLOP/s (NVIDIA's data sheets, without sparsity) by words in the card's name.
 _DENSE_TFLOPS = (
@@ -77,6 +78,7 @@ def parse_query(text: str, fields: Sequence[str] = QUERY_FIELDS) -> list[dict[st
                 "name": values["name"],
                 "memory_mib": _number(values["memory.total"]),
                 "memory_used_mib": _number(values["memory.used"]),
+                "memory_reserved_mib": _number(values.get("memory.reserved") or ""),
                 "pci_bus_id": sysfs_address(values["pci.bus_id"]),
                 "numa_node": None,
                 "compute_capability": _text(values.get("compute_cap")),

@@ -187,6 +187,37 @@ _SSM_TYPES = frozenset(
     ]
 )
 
+#: What transformers fills in when a multimodal configuration leaves it out (transformers 5.16, ``configuration_*.py``).
+_CLASS_DEFAULTS: dict[str, dict[str, int]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}
+
 _FULL, _SLIDING, _CHUNKED, _STATE, _NONE = "full", "sliding", "chunked", "state", "none"
 _LAYER_WORDS = {
     "full_attention": _FULL,
@@ -308,6 +339,8 @@ def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelSha
         )
     text = text_config(config)
     model_type = str(text.get("model_type") or config.get("model_type") or "")
+    if text is not config and model_type in _CLASS_DEFAULTS:
+        text = {**_CLASS_DEFAULTS[model_type], **text}
     architecture = str(next(iter(config.get("architectures") or text.get("architectures") or []), ""))
     _refuse_known_strangers(config, text, model_type, name)
 

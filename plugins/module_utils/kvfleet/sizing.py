@@ -45,8 +45,11 @@ MINIMUM_BUFFER_GIB = 1.0
 #: LMCache's own operator gives a server L1 + 5 GiB; without a GPU 0.5 GiB was seen.
 SERVER_OVERHEAD_GIB = {"cuda": 5.0, "cpu": 0.5}
 #: Host RAM of vLLM on GPUs: API server and engine of an instance, and each rank's process with CUDA and NCCL.
-ENGINE_GIB = 4.0
-RANK_GIB = 6.0
+#: (1.4 GiB and 2.0 GiB a rank were seen with dummy weights; start-up compiles and reads weights on top), and the page
+#: cache through which the weights are read, up to an eighth of the RAM.
+ENGINE_GIB = 2.0
+RANK_GIB = 4.0
+WEIGHTS_CACHE_SHARE = 1 / 8
 #: Host RAM of vLLM's CPU backend without weights and KV (0.67 + 0.63 + 0.8 GiB seen).
 CPU_ENGINE_GIB = 2.1
 #: vLLM's own queues in /dev/shm.
@@ -254,9 +257,11 @@ class _Planner:
         """Digest of what decides the plan apart from the momentary state of the host."""
         parts = {
             "release": self.release.get("id"),
-            "settings": repr(
-                (self.settings.instances, self.settings.profile, self.settings.quota_gib, self.settings.ram_reserve_gib)
-            ),
+            "settings": [
+                (own.name, sorted((key, str(value)) for key, value in own.values.items()))
+                for own in self.settings.instances
+            ],
+            "host_settings": (self.settings.profile, self.settings.quota_gib, self.settings.ram_reserve_gib),
             "models": {path: model.get("digest") for path, model in self.models.items()},
             "gpus": [
                 (gpu.get("uuid"), gpu.get("memory_mib"), gpu.get("numa_node")) for gpu in self.host.get("gpus") or []
@@ -264,7 +269,7 @@ class _Planner:
             "ram": int((self.host.get("memory") or {}).get("total_bytes") or 0) // GIB,
             "disk": (self.disk or {}).get("size_bytes"),
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=_plain).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def _error(self, code: str, message: str, fix: str, **numbers: Any) -> None:
         self.errors.append(Finding(code, message, fix, numbers))
@@ -444,7 +449,7 @@ class _Planner:
 
     def _hybrid_manager(self, shape: ModelShape, profile: str) -> bool:
         """Whether vLLM keeps its hybrid KV cache manager on (vLLM 0.32, ``config/vllm.py``)."""
-        if self.accelerator == "cpu" or shape.has_chunked:
+        if shape.has_chunked:
             return False
         if profile == "gpu":
             return True
@@ -634,7 +639,7 @@ class _Planner:
             if profile != "gpu" and self.mode == "mp"
             else 0
         )
-        highest = pools.largest_utilization(usable, server)
+        highest = pools.largest_utilization(usable, server, ranks)
         utilization = own.get("gpu_memory_utilization")
         if utilization is None:
             utilization = min(pools.DEFAULT_UTILIZATION, highest)
@@ -650,7 +655,7 @@ class _Planner:
                     "KVF-VRAM-002",
                     f"Instance {own.name}: gpu_memory_utilization {utilization:g} leaves too little of "
                     f"{human_bytes(usable)} for the CUDA "
-                    f"context ({human_bytes(pools.ENGINE_CONTEXT_BYTES)})"
+                    f"context ({human_bytes(pools.engine_context_bytes(ranks))})"
                     + (f" and the LMCache server ({human_bytes(server)})" if server else "")
                     + ".",
                     f"Set kvfleet_gpu_memory_utilization to at most {highest:g}.",
@@ -658,8 +663,11 @@ class _Planner:
                     highest=highest,
                 )
         step = pools.step_bytes(shape, in_flight, max_seqs, ranks)
-        graphs = 0 if own.get("enforce_eager", False) else pools.GRAPH_BYTES
-        other = pools.NON_TORCH_BYTES + (pools.NCCL_BYTES if ranks > 1 else 0)
+        graphs = 0 if own.get("enforce_eager", False) else pools.graph_bytes(shape)
+        other = pools.NON_TORCH_BYTES
+        if own.get("kv_pool_gib"):
+            # an explicit pool overrides the utilisation; the card itself is the limit then
+            utilization = highest
         room = int(utilization * usable) - weights - step - graphs - other
         reasons["gpu_kv_pool_bytes_per_rank"] = (
             f"{utilization:g} x {human_bytes(usable)} - weights {human_bytes(weights)} - one step "
@@ -755,7 +763,9 @@ class _Planner:
         """Host RAM of one instance without any buffer."""
         if self.accelerator == "cpu":
             return CPU_ENGINE_GIB + (draft.weights_per_rank + draft.pool.bytes_per_rank) / GIB
-        return ENGINE_GIB + RANK_GIB * draft.ranks
+        total = int((self.host.get("memory") or {}).get("total_bytes") or 0)
+        cache = min(draft.weights_per_rank * draft.ranks, total * WEIGHTS_CACHE_SHARE) / GIB
+        return ENGINE_GIB + RANK_GIB * draft.ranks + cache
 
     def _overhead_gib(self, drafts: Sequence[_Draft]) -> float:
         """Host RAM of LMCache beside the buffers."""
@@ -1292,7 +1302,3 @@ def _unique(findings: Sequence[Finding]) -> list[Finding]:
             seen.add(str(finding))
             unique.append(finding)
     return unique
-
-
-def _plain(value: Any) -> str:
-    return str(value)
