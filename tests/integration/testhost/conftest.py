@@ -8,5 +8,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--qemu"):
+    if not config.getoption("--qemu", default=False):
         items[:] = [item for item in items if item.name != "test_virtual_machine"]
