@@ -208,8 +208,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def unpack(index: BundleIndex, folder: Path, target: Path) -> dict[str, Any]:
-    """Unpack the parts in ``folder`` to ``target``, checking every file; return the manifest.
+def unpack(index: BundleIndex, folder: Path, target: Path, store: Path) -> dict[str, Any]:
+    """Unpack the parts in ``folder`` to ``target``, wheels into ``store``, checking every file; return the manifest.
+
+    Bundles share one store, and a wheel that lies there already stays as it is: uv knows a wheel by its path and time,
+    and links the files of one that it unpacked before instead of writing them again.
 
     Works beside the target and renames at the end, so that a target is always whole. Refuses KVF-REL-061 for a bad
     part, KVF-REL-062 for a bad file inside, each by name.
@@ -219,11 +222,42 @@ def unpack(index: BundleIndex, folder: Path, target: Path) -> dict[str, Any]:
     beside.mkdir(parents=True)
     try:
         manifest = _unpack(index, folder, beside)
+        _store_wheels(manifest, beside / "wheels", store)
         if target.exists():
             shutil.rmtree(target)
         beside.rename(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+    return manifest
+
+
+def _store_wheels(manifest: Mapping[str, Any], fresh: Path, store: Path) -> None:
+    store.mkdir(parents=True, exist_ok=True)
+    for name, entry in _wheels(manifest).items():
+        kept = store / name
+        if not kept.is_file() or sha256_of(kept) != entry["sha256"]:
+            (fresh / name).replace(kept)
+    shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _wheels(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {entry["path"].split("/", 1)[1]: entry for entry in manifest["files"] if entry["path"].startswith("wheels/")}
+
+
+def wheel_names(manifest: Mapping[str, Any]) -> set[str]:
+    """File names of a bundle's wheels."""
+    return set(_wheels(manifest))
+
+
+def unpacked(folder: Path, store: Path) -> dict[str, Any] | None:
+    """The manifest of an unpacked bundle when all its wheels still lie in the store, else None."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return None
+    for name, entry in _wheels(manifest).items():
+        path = store / name
+        if not path.is_file() or path.stat().st_size != entry["size_bytes"]:
+            return None
     return manifest
 
 

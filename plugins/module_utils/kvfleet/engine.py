@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from .bundlefile import BundleIndex, read_manifest, unpack
+from .bundlefile import BundleIndex, read_manifest, unpack, unpacked, wheel_names
 from .command import CommandResult, CommandRunner
 from .findings import Finding, KvfleetError, refuse
 from .lockfile import Lock, Sources, normalise, pip_sources, uv_source_arguments
@@ -61,8 +61,13 @@ class Layout:
 
     @property
     def bundles(self) -> Path:
-        """Unpacked bundles, one directory a release id."""
+        """Unpacked bundles without their wheels, one directory a release id."""
         return self.root / "bundles"
+
+    @property
+    def wheels(self) -> Path:
+        """The wheels of all unpacked bundles."""
+        return self.root / "wheels"
 
     @property
     def incoming(self) -> Path:
@@ -217,7 +222,7 @@ def state(
     marker = read_marker(folder) if folder else None
     now = current_directory(layout)
     now_marker = read_marker(now) if now else None
-    manifest = read_manifest(layout.bundles / str(row["id"]))
+    manifest = unpacked(layout.bundles / str(row["id"]), layout.wheels)
     return {
         "path": str(folder) if folder else None,
         "install": folder is None,
@@ -308,10 +313,11 @@ def install(
                 "Set kvfleet_release to a row for the host's own Python.",
             )
         _check_room(layout, lock, bundle)
-        wheels = _bundle_wheels(layout, row, lock, bundle, bundle_folder)
-        if wheels is not None:
-            install_debs(wheels.with_name("debs"), packages, run)
-        uv = _uv(layout, run, python, tools_lock_text, wheels)
+        manifest = _open_bundle(layout, row, lock, bundle, bundle_folder)
+        if manifest is not None:
+            install_debs(layout.bundles / str(row["id"]) / "debs", packages, run)
+        uv = _uv(layout, run, python, tools_lock_text, manifest)
+        wheels = layout.wheels if manifest is not None else None
         target = directory_for(layout, str(row["id"]), lock.digest)
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
         try:
@@ -347,21 +353,21 @@ def _check_room(layout: Layout, lock: Lock, bundle: BundleIndex | None) -> None:
         )
 
 
-def _bundle_wheels(
+def _open_bundle(
     layout: Layout,
     row: Mapping[str, Any],
     lock: Lock,
     bundle: BundleIndex | None,
     folder: Path | None,
-) -> Path | None:
-    """The folder with a bundle's wheels, unpacking it when that was not done yet; None without a bundle."""
+) -> dict[str, Any] | None:
+    """A bundle's manifest, after unpacking it when that was not done yet; None without a bundle."""
     if bundle is None:
         return None
     target = layout.bundles / str(row["id"])
-    manifest = read_manifest(target)
+    manifest = unpacked(target, layout.wheels)
     if manifest is None or manifest["_sha256"] != bundle.manifest_sha256:
         layout.bundles.mkdir(parents=True, exist_ok=True)
-        manifest = unpack(bundle, folder or layout.incoming, target)
+        manifest = unpack(bundle, folder or layout.incoming, target, layout.wheels)
         if folder is not None and folder == layout.incoming / bundle.name:
             shutil.rmtree(folder)
     if manifest["release"] != row["id"] or manifest["lock_sha256"] != lock.digest:
@@ -370,7 +376,7 @@ def _bundle_wheels(
             f"Bundle {bundle.name} was made from another lock than the one of {row['id']} in this checkout.",
             f"Build it again with: kvfleet bundle {row['id']}.",
         )
-    return target / "wheels"
+    return manifest
 
 
 def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> bool:
@@ -396,16 +402,18 @@ def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> b
     return True
 
 
-def _uv(layout: Layout, run: CommandRunner, python: str, tools_lock_text: str, wheels: Path | None) -> str:
+def _uv(
+    layout: Layout, run: CommandRunner, python: str, tools_lock_text: str, manifest: Mapping[str, Any] | None
+) -> str:
     """Path of uv: out of its wheel in the bundle, else installed with the host's pip from its hashed pin."""
-    if wheels is not None:
-        found = sorted(wheels.glob("uv-*.whl"))
-        if len(found) != 1:
+    if manifest is not None:
+        name = str(manifest["uv"])
+        if name not in wheel_names(manifest):
             raise refuse("KVF-ENG-006", "The bundle holds no uv.", "Build it again with kvfleet bundle.")
-        target = layout.tools / found[0].name.split("-")[1] / "uv"
+        target = layout.tools / name.split("-")[1] / "uv"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            with zipfile.ZipFile(found[0]) as wheel:
+            with zipfile.ZipFile(layout.wheels / name) as wheel:
                 member = next(name for name in wheel.namelist() if name.endswith(".data/scripts/uv"))
                 beside = target.with_name(f"uv.new-{os.getpid()}")
                 beside.write_bytes(wheel.read(member))
@@ -817,12 +825,24 @@ def prune(
             (path / MARKER).unlink(missing_ok=True)
             shutil.rmtree(path)
         left = {str(marker["release"]) for marker in release_directories(layout).values()}
-        if layout.bundles.is_dir():
-            for bundle in layout.bundles.iterdir():
-                if bundle.name not in left:
-                    shutil.rmtree(bundle)
+        _drop_bundles(layout, left)
         trim_uv_cache(layout)
     return [str(path) for path in doomed]
+
+
+def _drop_bundles(layout: Layout, stay: set[str]) -> None:
+    """Drop unpacked bundles of releases that are gone, and wheels that no bundle names."""
+    if not layout.bundles.is_dir():
+        return
+    named: set[str] = set()
+    for bundle in layout.bundles.iterdir():
+        if bundle.name in stay:
+            named |= wheel_names(read_manifest(bundle) or {"files": []})
+        else:
+            shutil.rmtree(bundle)
+    for wheel in layout.wheels.iterdir() if layout.wheels.is_dir() else ():
+        if wheel.name not in named:
+            wheel.unlink()
 
 
 def trim_uv_cache(layout: Layout) -> int:

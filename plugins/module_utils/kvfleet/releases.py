@@ -691,13 +691,23 @@ def _derive(source: Source, vllm: Version, lmcache: Version, torch: Version | No
         "cuda": engine["cuda"],
         "min_driver": engine["min_driver"],
         "compute_capability": engine["compute_capability"],
-        "python": f"{engine['python']},{cache['python']}",
+        "python": _both(engine["python"], cache["python"]),
         "glibc": max([engine["glibc"], *([cache["glibc"]] if cache["glibc"] else [])], key=Version),
         "mode": connector["mode"] if connector else None,
         "connector": connector["connector"] if connector else None,
         "connector_module_path": connector["module_path"] if connector else None,
     }
     return row, found
+
+
+def _both(one: str, other: str) -> str:
+    """The conditions of both ranges, of each kind only the tighter one."""
+    lowest: list[Version] = []
+    below: list[Version] = []
+    for clause in [*one.split(","), *other.split(",")]:
+        (lowest if clause.startswith(">=") else below).append(Version(clause.lstrip("<>=")))
+    parts = ([f">={max(lowest)}"] if lowest else []) + ([f"<{min(below)}"] if below else [])
+    return ",".join(parts)
 
 
 def _connector(source: Source, vllm: Version, lmcache: Version) -> Mapping[str, Any] | None:
@@ -715,7 +725,7 @@ def _derive_cpu(
     for fact in _facts(source, "cpu_pairs"):
         if base and vllm.without_local() in Range(fact["vllm"]) and str(lmcache.without_local()) in fact["lmcache"]:
             engine = _first(_facts(source, "vllm_builds"), "vllm", vllm)
-            python = f"{engine['python']},<3.14" if engine else base["python"]
+            python = _both(engine["python"], "<3.14") if engine else base["python"]
             return {
                 **{key: base[key] for key in ("accelerator", "distribution", "cuda", "min_driver", "glibc", "mode")},
                 **{key: base[key] for key in ("connector", "connector_module_path", "compute_capability")},
