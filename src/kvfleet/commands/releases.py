@@ -47,21 +47,24 @@ def list_releases(
         _print_json([release.row for release in rows])
         return Exit.PROVED
     console = Console(highlight=False)
-    table = Table("release", "status", "torch", "needs", "mode", "weak", box=SIMPLE_HEAD, pad_edge=False)
-    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for heading in ("release", "status", "torch", "driver", "Python", "glibc", "mode", "weak"):
+        table.add_column(heading, no_wrap=True)
     for release in rows:
         row = release.row
         if not release.forbidden:
-            driver = f"driver {row['min_driver']}, " if row["min_driver"] else ""
             table.add_row(
                 release.id,
                 release.status.replace("_", " "),
                 row["torch"],
-                f"{driver}Python {row['python']}, glibc {row['glibc']}",
+                row["min_driver"] or "-",
+                row["python"],
+                row["glibc"],
                 row["mode"].replace("_", "-"),
                 str(len(row["advisories"])) if row["advisories"] else "-",
             )
-    console.print(table)
+    # a matrix that lost its right half helps nobody: wider than a narrow terminal rather than cut
+    console.print(table, width=max(console.width, 90), no_wrap=True, crop=False)
     for release in rows:
         if release.forbidden:
             pair = f"vLLM {release.row['vllm']} with LMCache {release.row['lmcache']}"
