@@ -46,7 +46,8 @@ def list_releases(
     if output is Format.JSON:
         _print_json([release.row for release in rows])
         return Exit.PROVED
-    console = Console(highlight=False)
+    # a matrix that lost its right half helps nobody: wider than a narrow terminal rather than cut
+    console = Console(highlight=False, width=max(Console().width, 92))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in ("release", "status", "torch", "driver", "Python", "glibc", "mode", "weak"):
         table.add_column(heading, no_wrap=True)
@@ -63,8 +64,7 @@ def list_releases(
                 row["mode"].replace("_", "-"),
                 str(len(row["advisories"])) if row["advisories"] else "-",
             )
-    # a matrix that lost its right half helps nobody: wider than a narrow terminal rather than cut
-    console.print(table, width=max(console.width, 90), no_wrap=True, crop=False)
+    console.print(table)
     for release in rows:
         if release.forbidden:
             pair = f"vLLM {release.row['vllm']} with LMCache {release.row['lmcache']}"
