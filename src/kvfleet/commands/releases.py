@@ -47,7 +47,7 @@ def list_releases(
         _print_json([release.row for release in rows])
         return Exit.PROVED
     # a matrix that lost its right half helps nobody: wider than a narrow terminal rather than cut
-    console = Console(highlight=False, width=max(Console().width, 92))
+    console = Console(highlight=False, width=max(Console().width, 108))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for heading in ("release", "status", "torch", "driver", "Python", "glibc", "mode", "weak"):
         table.add_column(heading, no_wrap=True)
