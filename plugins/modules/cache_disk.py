@@ -80,6 +80,28 @@ options:
     description: Whether an md RAID0 array may be the cache disk. RAID4, 5 and 6 are always refused.
     type: raw
     default: false
+  health_max_used_percent:
+    description: Warn when the drive has used more than this percentage of its rated endurance.
+    type: float
+    default: 90
+  health_min_spare_percent:
+    description: Warn when fewer than this percentage of the drive's spare blocks are left.
+    type: float
+    default: 10
+  health_max_media_errors:
+    description: Warn when the drive has had more media errors than this.
+    type: int
+    default: 0
+  measure_speed:
+    description:
+      - When to measure the new file system with C(fio), for at most 30 seconds, on a file in the data directory.
+    type: str
+    choices: [never, after_format, always]
+    default: never
+  chunk_bytes:
+    description: Size in bytes of the reads that stand for the cache's chunks in the measurement.
+    type: int
+    default: 1048576
 attributes:
   check_mode:
     support: full
@@ -193,6 +215,13 @@ health:
   description: What the drive says about itself; C(available) is false with a C(reason) when nothing can be asked.
   type: dict
   returned: when a device was named
+speed:
+  description:
+    - What C(fio) measured last.
+    - With C(write_bytes_per_s), C(read_bytes_per_s), C(random_read_bytes_per_s) and C(chunk_bytes).
+    - Empty if it was never measured.
+  type: dict
+  returned: when a device was named
 signatures:
   description: Everything that the probes recognised on the disk.
   type: list
@@ -232,6 +261,7 @@ from ansible.module_utils.kvfleet.disk_actions import DiskRun, present, report, 
 from ansible.module_utils.kvfleet.disk_probe import HostPaths, list_candidates
 from ansible.module_utils.kvfleet.disks import settings_from
 from ansible.module_utils.kvfleet.findings import KvfleetError
+from ansible.module_utils.kvfleet.health import HealthLimits
 
 ARGUMENTS: dict[str, Any] = {
     "device": {"type": "str", "default": ""},
@@ -250,6 +280,11 @@ ARGUMENTS: dict[str, Any] = {
     "owner": {"type": "str", "default": "kvfleet"},
     "group": {"type": "str", "default": "kvfleet"},
     "allow_raid0": {"type": "raw", "default": False},
+    "health_max_used_percent": {"type": "float", "default": 90.0},
+    "health_min_spare_percent": {"type": "float", "default": 10.0},
+    "health_max_media_errors": {"type": "int", "default": 0},
+    "measure_speed": {"type": "str", "default": "never", "choices": ["never", "after_format", "always"]},
+    "chunk_bytes": {"type": "int", "default": 1048576},
 }
 
 
@@ -263,7 +298,19 @@ def diff_of(result: dict[str, Any]) -> dict[str, str]:
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
     settings = settings_from(module.params)
-    run = DiskRun(settings, run_command, HostPaths(), check_mode=module.check_mode)
+    run = DiskRun(
+        settings,
+        run_command,
+        HostPaths(),
+        check_mode=module.check_mode,
+        limits=HealthLimits(
+            module.params["health_max_used_percent"],
+            module.params["health_min_spare_percent"],
+            module.params["health_max_media_errors"],
+        ),
+        measure=module.params["measure_speed"],
+        chunk_bytes=module.params["chunk_bytes"],
+    )
     state = module.params["state"]
     try:
         if state == "report" and not settings.device:

@@ -37,6 +37,7 @@ from .disk_probe import (
     record_path,
     resolve_disk,
 )
+from .disk_speed import measure as measure_speed
 from .disks import (
     MARKER_NAME,
     PARTITION_NAME,
@@ -50,8 +51,9 @@ from .disks import (
     filesystem_finished,
 )
 from .findings import Finding, KvfleetError, refuse
+from .health import HealthLimits, assess, check_firmware, endurance_days, parse_id_ctrl, parse_smart_log
 from .mount_unit import device_unit_name, mount_unit_name, render_device_timeout, render_mount_unit
-from .units import GIB, KIB
+from .units import GIB, KIB, MIB
 
 #: Bytes of the aligned O_DIRECT write that decides whether the tier may use it.
 DIRECT_PROBE_BYTES = 64 * KIB
@@ -79,8 +81,12 @@ class DiskRun:
     paths: HostPaths = field(default_factory=HostPaths)
     after_step: Callable[[str], None] = _no_step
     check_mode: bool = False
+    limits: HealthLimits = field(default_factory=HealthLimits)
+    measure: str = "never"
+    chunk_bytes: int = MIB
     steps: list[str] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    health: dict[str, Any] = field(default_factory=dict)
     held: list[int] = field(default_factory=list)
 
     def did(self, name: str) -> None:
@@ -239,6 +245,42 @@ def _not_in_use(step: str, nodes: Sequence[str]) -> None:
                 "was written.",
                 "Find what uses the disk, then run again.",
             ) from error
+
+
+def read_health(run: DiskRun, probe: DiskProbe) -> list[Finding]:
+    """Ask an NVMe drive how it is; fills ``run.health`` and warnings, returns reasons against a new cache there."""
+    name = run.settings.device
+    warnings = check_firmware(name, probe.model, probe.firmware)
+    errors: list[Finding] = []
+    health: dict[str, Any] = {"available": False, "model": probe.model, "firmware": probe.firmware}
+    if probe.kind != "nvme":
+        health["reason"] = f"a {probe.kind} device has no NVMe health log"
+    else:
+        smart_log = run.runner(["nvme", "smart-log", "--output-format=json", probe.node])
+        identity = run.runner(["nvme", "id-ctrl", "--output-format=json", probe.node])
+        if smart_log.returncode == 127:
+            health["reason"] = "nvme-cli is not installed"
+        elif not smart_log.ok or not identity.ok:
+            health["reason"] = _words(smart_log if not smart_log.ok else identity)
+        else:
+            try:
+                smart, controller = parse_smart_log(smart_log.stdout), parse_id_ctrl(identity.stdout)
+            except (ValueError, TypeError) as error:
+                health["reason"] = f"the drive's answer was not understood: {error}"
+            else:
+                errors, more = assess(name, smart, run.limits)
+                warnings += more
+                days, basis = endurance_days(smart)
+                health.update(
+                    smart.__dict__,
+                    available=True,
+                    capacity_bytes=controller.capacity_bytes or probe.size_bytes,
+                    endurance_days=None if days is None else round(days, 1),
+                    endurance_basis=basis,
+                )
+    run.health = health
+    run.warnings += warnings
+    return errors
 
 
 # --------------------------------------------------------------------------------------------------- before any write
@@ -623,7 +665,7 @@ def _data_directory_fits(settings: DiskSettings) -> bool:
     return stat.S_IMODE(status.st_mode) == 0o750 and (status.st_uid, status.st_gid) == owner
 
 
-def _furnish(run: DiskRun, record: DiskRecord) -> DiskRecord:
+def _furnish(run: DiskRun, probe: DiskProbe, record: DiskRecord) -> DiskRecord:
     """Data directory, marker, direct I/O verdict; returns the record at ``ready``."""
     settings = run.settings
     step = f"make the data directory {settings.data_path}"
@@ -673,6 +715,30 @@ def _furnish(run: DiskRun, record: DiskRecord) -> DiskRecord:
                     "Make room there and run again; until then the tier does without.",
                 )
             )
+    new = record.stage != "ready"
+    if run.measure == "always" or (run.measure == "after_format" and new):
+        usage = os.statvfs(settings.data_path)
+        speed = measure_speed(settings.data_path, usage.f_bavail * usage.f_frsize, run.chunk_bytes, run.runner)
+        if speed["available"]:
+            notes["speed"] = speed
+        else:
+            run.warnings.append(
+                Finding(
+                    "KVF-DISK-047",
+                    f"The speed of {settings.mount_point} is not known: {speed['reason']}.",
+                    "Install fio, or set cache_disk_measure_speed to never.",
+                )
+            )
+    if not probe.discard and not notes.get("told_no_discard"):
+        # said once: a disk does not learn to discard, and nobody needs to read it at every deploy
+        notes["told_no_discard"] = True
+        run.warnings.append(
+            Finding(
+                "KVF-DISK-048",
+                f"{settings.device} does not support discard, so it is not trimmed and no trim timer is set up.",
+                "Nothing to do; leave more spare space (cache_disk_spare_percent) on such a disk.",
+            )
+        )
     record = replace(record, stage="ready", notes=notes)
     if _keep(run, record):
         run.did("write down that the disk is ready")
@@ -736,6 +802,8 @@ def _result(
         "partition_gib": round(layout.partition_bytes / GIB, 3) if layout else 0.0,
         "spare_gib": round(layout.spare_bytes / GIB, 3) if layout else 0.0,
         "discard": probe.discard,
+        "health": dict(run.health),
+        "speed": dict(record.notes.get("speed") or {}) if record is not None else {},
         "direct_io": bool(record is not None and record.notes.get("direct_io") is True),
         "signatures": [item.as_dict() for item in probe.signatures],
         "action": decision.action,
@@ -755,6 +823,8 @@ def report(run: DiskRun) -> dict[str, Any]:
     decision = decide(probe, run.settings, record, host_id)
     before = _view(probe, decision, mounted_at(run.settings.mount_point, run.paths))
     run.steps = list(decision.steps)
+    if not probe.resolve_error and not probe.is_partition:
+        read_health(run, probe)
     return _result(run, probe, decision, record, before, False)
 
 
@@ -795,6 +865,11 @@ def present(run: DiskRun) -> dict[str, Any]:
         decision = decide(probe, settings, record, host_id)
         if decision.refused:
             raise KvfleetError(*decision.errors)
+        unwell = read_health(run, probe)
+        if unwell and decision.action != "reuse":
+            raise KvfleetError(*unwell)
+        # a cache that is in service goes on: losing it costs speed, not data
+        run.warnings += unwell
         if not host_id:
             raise refuse(
                 "KVF-DISK-053",
@@ -845,7 +920,7 @@ def present(run: DiskRun) -> dict[str, Any]:
         assert decision.layout is not None  # noqa: S101 - a decision to reuse has one
         child = _await_child(run, probe, decision.layout, "wait for the partition")
         _mount(run, record, child)
-        record = _furnish(run, record)
+        record = _furnish(run, probe, record)
         probe = probe_disk(settings, run.runner, paths)
         final = decide(probe, settings, record, host_id)
         if final.action != "reuse":

@@ -10,7 +10,7 @@ from .command import CommandRunner
 from .units import GIB, KIB, MIB
 
 #: Seconds of each of the three measurements; together at most 30 with fio's own start.
-RUNTIME_S = 8
+RUNTIME_S = 5
 FILE_BYTES = 1 * GIB
 SEQUENTIAL_BLOCK_BYTES = 1 * MIB
 

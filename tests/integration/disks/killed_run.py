@@ -1,8 +1,8 @@
 """One run of ``present`` in a process of its own that kills itself (SIGKILL) at a chosen point.
 
 Argument: a JSON object with ``paths``, ``settings``, ``kill_at`` (number of the point, 0 = never) and ``kill_in`` (a
-tool's name and milliseconds: the tool is started, and both die that long after). Points are counted before and after each command
-that can write, and after each finished step. Prints the number of points when it lives to the end.
+tool's name and milliseconds: the tool is started, and both die that long after). Points are counted before and after
+each command that can write, and after each finished step. Prints the number of points when it lives to the end.
 """
 
 from __future__ import annotations
