@@ -31,12 +31,13 @@ ALARMS: Sequence[tuple[str, str]] = (
     (r"did not respond to register_kv_caches", "the engine could not register at its LMCache server"),
     (r"reservations failed with out-of-memory", "the RAM tier is too small to stage what was asked for"),
     (r"No space left on device", "a file system is full"),
-    (r"Too many open files", "the unit's file limit is too low"),
+    # vLLM warns of a low limit with the same words as an example ("fd limit errors like `OSError: ...`")
+    (r"(?<!`OSError: \[Errno 24\] )Too many open files", "the unit's file limit is too low"),
     (r"Input/output error", "a device failed to read or write"),
     (r"Structure needs cleaning", "a file system is damaged"),
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ALARM = re.compile("|".join(f"({pattern})" for pattern, _ in ALARMS), re.IGNORECASE)
+_ALARMS = [(re.compile(pattern, re.IGNORECASE), meaning) for pattern, meaning in ALARMS]
 #: how many different alarm lines of one unit are kept
 _ALARM_LIMIT = 5
 
@@ -138,7 +139,7 @@ def check_units(plan: Mapping[str, Any], run: CommandRunner) -> tuple[dict[str, 
     for unit, state in unit_states(plan, run).items():
         restarts = int(state.get("NRestarts") or 0)
         invocation = state.get("InvocationID", "")
-        lines: list[str] = []
+        alarms: list[tuple[str, str]] = []
         if state.get("ActiveState") != "active":
             findings.append(
                 Finding(
@@ -159,31 +160,30 @@ def check_units(plan: Mapping[str, Any], run: CommandRunner) -> tuple[dict[str, 
             )
         if invocation:
             journal = run(["journalctl", f"_SYSTEMD_INVOCATION_ID={invocation}", "-o", "cat", "--no-pager", "--quiet"])
-            lines = alarm_lines(journal.stdout)
-        for line in lines:
+            alarms = alarm_lines(journal.stdout)
+        for line, meaning in alarms:
             findings.append(
                 Finding(
                     "KVF-BENCH-032",
-                    f"The journal of {unit} says: {line!r} ({_meaning(line)}).",
+                    f"The journal of {unit} says: {line!r} ({meaning}).",
                     f"Read journalctl -u {unit} around that line.",
                 )
             )
-        report[unit] = {"active": state.get("ActiveState"), "restarts": restarts, "alarms": lines}
+        report[unit] = {
+            "active": state.get("ActiveState"),
+            "restarts": restarts,
+            "alarms": [line for line, _ in alarms],
+        }
     return report, findings
 
 
-def alarm_lines(journal: str) -> list[str]:
-    """Different lines of ``journal`` that match :data:`ALARMS`, colours removed, cut, at most five."""
-    found: list[str] = []
+def alarm_lines(journal: str) -> list[tuple[str, str]]:
+    """Different lines of ``journal`` that match :data:`ALARMS` with their meaning; colours removed, cut, at most five."""
+    found: dict[str, str] = {}
     for raw in journal.splitlines():
-        if _ALARM.search(raw):
-            line = _COLOUR.sub("", raw).strip()[:240]
-            if line not in found:
-                found.append(line)
-            if len(found) == _ALARM_LIMIT:
-                break
-    return found
-
-
-def _meaning(line: str) -> str:
-    return next(meaning for pattern, meaning in ALARMS if re.search(pattern, line, re.IGNORECASE))
+        meaning = next((text for pattern, text in _ALARMS if pattern.search(raw)), None)
+        if meaning is not None:
+            found.setdefault(_COLOUR.sub("", raw).strip()[:240], meaning)
+        if len(found) == _ALARM_LIMIT:
+            break
+    return list(found.items())
