@@ -67,6 +67,8 @@ FLOOR_SHARE, FLOOR_MIN_GIB, FLOOR_MAX_GIB = 0.05, 0.25, 20.0
 QUOTA_SHARE_MAX = 0.8
 #: The article's window for the disk cap.
 QUOTA_WINDOW = (1 / 3, 1 / 2)
+#: Where L1 lives on a CPU host, as messages call it.
+_SHM = "the file system at /dev/shm"
 #: LMCache's class that keeps vLLM's hybrid KV cache manager on.
 _HYBRID_MODULE = "lmcache.integration.vllm"
 
@@ -831,12 +833,15 @@ class _Planner:
             ]
             if members:
                 groups.append((f"NUMA node {node}", members, node_budget))
+        shm = self.host.get("shm_bytes")
+        if self.accelerator == "cpu" and self.mode == "mp" and shm is not None:
+            groups.append((_SHM, users, (shm - ENGINE_SHM_BYTES) / GIB))
         factors = {id(draft): 1.0 for draft in users}
         limits = {id(draft): ("", 0.0) for draft in users}
         for where, members, limit in groups:
             fixed = sum(draft.buffer_wanted_gib * draft.ranks for draft in members if draft.buffer_own)
             asked = sum(draft.buffer_wanted_gib * draft.ranks for draft in members if not draft.buffer_own)
-            if fixed > limit:
+            if fixed > limit and where != _SHM:
                 self._own_buffers_too_large(where, [draft for draft in members if draft.buffer_own], fixed, limit)
             if asked and asked > limit - fixed:
                 factor = max(0.0, limit - fixed) / asked
@@ -854,16 +859,17 @@ class _Planner:
             draft.buffer_gib = _step_down(fits)
             self._keep_previous(draft, fits)
             if draft.buffer_gib < MINIMUM_BUFFER_GIB:
-                self._too_little_ram(drafts, budget)
+                if where != _SHM:  # that has its own message
+                    self._too_little_ram(drafts, budget)
                 draft.buffer_gib = MINIMUM_BUFFER_GIB
                 continue
             self._warn(
                 "KVF-RAM-003",
                 f"Instance {draft.name}: the buffer is {draft.buffer_gib:g} GiB per GPU instead of "
                 f"{draft.buffer_wanted_gib:g}: "
-                f"{len(users) and sum(d.ranks for d in users)} buffer(s) may take {max(0.0, limit):.1f} GiB on "
+                f"{sum(user.ranks for user in users)} buffer(s) may take {max(0.0, limit):.1f} GiB on "
                 f"{where}.",
-                "Add RAM, set kvfleet_ram_reserve_gib lower, or accept the smaller buffer.",
+                "Accept it, or add RAM; kvfleet_ram_reserve_gib says how much stays free for the system.",
                 wanted_gib=draft.buffer_wanted_gib,
                 buffer_gib=draft.buffer_gib,
                 budget_gib=round(limit, 2),
