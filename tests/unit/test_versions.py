@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -64,6 +64,7 @@ def test_spellings_normalise_as_packaging_does(text: str) -> None:
     assert Version(text).is_prerelease == Reference(text).is_prerelease
 
 
+@settings(deadline=None)
 @given(versions, versions)
 def test_order_is_packagings_order(one: str, other: str) -> None:
     assert (Version(one) < Version(other)) == (Reference(one) < Reference(other))
@@ -72,6 +73,7 @@ def test_order_is_packagings_order(one: str, other: str) -> None:
         assert hash(Version(one)) == hash(Version(other))
 
 
+@settings(deadline=None)
 @given(versions, st.lists(clauses, min_size=1, max_size=3).map(",".join))
 def test_ranges_hold_as_packagings_do(version: str, text: str) -> None:
     assert (version in Range(text)) == SpecifierSet(text).contains(version, prereleases=True)
