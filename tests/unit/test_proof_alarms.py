@@ -2,10 +2,10 @@
 
 from kvfleet.core.proof import alarm_lines
 
-#: vLLM 0.32.0's own start-up warning, as a host with a low hard limit printed it
+#: vLLM 0.32.0's own start-up warning, as printed under a low hard limit
 ULIMIT_HINT = (
-    "(APIServer pid=420) WARNING 11-29 19:59:59 [system_utils.py:255] Found ulimit of 20000 and failed to automatically "
-    "increase with error current limit exceeds maximum limit. This can cause fd limit errors like "
+    "(APIServer pid=420) WARNING 11-29 19:59:59 [system_utils.py:255] Found ulimit of 20000 and failed to "
+    "automatically increase with error current limit exceeds maximum limit. This can cause fd limit errors like "
     "`OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n"
 )
 

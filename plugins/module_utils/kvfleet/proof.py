@@ -178,7 +178,7 @@ def check_units(plan: Mapping[str, Any], run: CommandRunner) -> tuple[dict[str, 
 
 
 def alarm_lines(journal: str) -> list[tuple[str, str]]:
-    """Different lines of ``journal`` that match :data:`ALARMS` with their meaning; colours removed, cut, at most five."""
+    """Different lines of ``journal`` that match :data:`ALARMS`, with its meaning; uncoloured, cut, at most five."""
     found: dict[str, str] = {}
     for raw in journal.splitlines():
         meaning = next((text for pattern, text in _ALARMS if pattern.search(raw)), None)
