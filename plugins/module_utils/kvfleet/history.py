@@ -110,7 +110,8 @@ def load_records(results_dir: Path, host: str | None = None) -> list[dict[str, A
             continue
         if isinstance(record, dict) and record.get("schema") == SCHEMA and record.get("host"):
             records.append({**record, "path": str(path)})
-    return sorted(records, key=lambda record: (str(record["time"]), str(record["path"])))
+    # of the same second the one with the number came later, and its name is longer
+    return sorted(records, key=lambda record: (str(record["time"]), len(str(record["path"])), str(record["path"])))
 
 
 def latest_per_host(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -1,0 +1,147 @@
+"""Results on disk, and what earlier ones say about a new one."""
+
+import json
+
+import pytest
+import sample_results
+
+from kvfleet.core import bench, history
+from kvfleet.core.findings import KvfleetError
+
+
+def passing(at, factor=1.0, profile="cpu", earlier=(), host="h"):
+    return sample_results.record(host, at, profile, factor=factor, earlier=earlier)
+
+
+def test_results_are_never_overwritten(tmp_path):
+    record = passing("20261129T090000Z")
+    first = history.store(tmp_path, record)
+    before = first.read_bytes()
+    second = history.store(tmp_path, {**record, "verdict": "fail"})
+    assert first.read_bytes() == before
+    assert (first.name, second.name) == (
+        "20261129T090000Z-cu13-0.32.0-0.5.6.json",
+        "20261129T090000Z-cu13-0.32.0-0.5.6.2.json",
+    )
+    assert [r["verdict"] for r in history.load_records(tmp_path)] == ["pass", "fail"]
+    assert not list(tmp_path.glob("*/.*"))
+
+
+def test_a_host_name_cannot_leave_the_directory(tmp_path):
+    path = history.store(tmp_path / "results", {**passing("20261129T090000Z"), "host": "../../etc"})
+    assert (tmp_path / "results") in path.parents
+
+
+def test_a_directory_that_cannot_be_written_names_the_variable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvfleetError, match="smoke_benchmark_results_dir"):
+        history.store(tmp_path / "file", passing("20261129T090000Z"))
+
+
+def test_half_written_and_foreign_files_are_left_out(tmp_path):
+    good = history.store(tmp_path, passing("20261129T090000Z"))
+    (good.parent / "20261129T090001Z-x.json").write_text(good.read_text()[:500])
+    (good.parent / "20261129T090002Z-x.json").write_text("[1]")
+    (good.parent / "20261129T090003Z-x.json").write_text(json.dumps({"schema": 99, "host": "h"}))
+    assert len(history.load_records(tmp_path)) == 1
+
+
+def test_a_clock_that_jumped_back_keeps_the_order_of_times(tmp_path):
+    for at in ("20261129T100000Z", "20261129T090000Z"):
+        history.store(tmp_path, passing(at))
+    assert [r["time"] for r in history.load_records(tmp_path)] == ["20261129T090000Z", "20261129T100000Z"]
+
+
+def test_plan_is_kept_without_environments_and_commands():
+    text = json.dumps(history.public_plan(sample_results.plan("disk", "cu13-0.32.0-0.5.6")))
+    assert "canary" not in text
+    assert '"gpu_kv_tokens": 32768' in text
+
+
+def test_a_host_as_fast_as_before_has_not_regressed():
+    earlier = [passing(f"2026112{day}T090000Z", factor=1 + day / 200) for day in range(5)]
+    changes = history.regressions(passing("20261129T090000Z", factor=1.01), earlier)
+    assert changes
+    assert not any(change.regressed for change in changes)
+
+
+def test_a_slower_host_has_regressed_and_degrades():
+    earlier = [passing(f"2026112{day}T090000Z") for day in range(5)]
+    now = passing("20261129T090000Z", factor=1.8, earlier=earlier)
+    assert now["verdict"] == "degrade"
+    assert now["deciding"]["value"] is not None
+    changes = [change for change in now["changes"] if change["figure"] == "requests per second"]
+    # 1.8 times slower is a loss of 1 - 1/1.8 of the rate
+    assert all(change["worse"] == pytest.approx(1 - 1 / 1.8) for change in changes)
+    assert {reason["code"] for reason in now["reasons"]} == {"KVF-BENCH-044"}
+
+
+def test_tolerance_follows_the_observed_spread():
+    calm = [passing(f"2026112{day}T090000Z") for day in range(5)]
+    wild = [passing(f"2026112{day}T090000Z", factor=1 + 0.3 * day) for day in range(5)]
+    now = passing("20261129T090000Z", factor=1.7)
+
+    def tolerance(earlier):
+        return max(change.tolerance for change in history.regressions(now, earlier))
+
+    assert tolerance(wild) > 1.5 * tolerance(calm)
+
+
+def test_only_comparable_passing_results_are_a_baseline():
+    good = passing("20261120T090000Z")
+    assert history.regressions(passing("20261129T090000Z", factor=3), [{**good, "verdict": "fail"}]) == []
+    assert history.regressions(passing("20261129T090000Z", factor=3), [{**good, "host": "other"}]) == []
+    assert history.regressions(passing("20261129T090000Z", factor=3), [{**good, "profile": "article"}]) == []
+    shorter = json.loads(json.dumps(good))
+    for run in shorter["load"]["instances"][0]["runs"]:
+        run["run"]["requests"] -= 1
+    assert history.regressions(passing("20261129T090000Z", factor=3), [shorter]) == []
+    assert history.regressions(passing("20261129T090000Z", factor=3), [good])
+
+
+def test_a_patch_release_stays_in_the_line_a_minor_does_not():
+    record = passing("20261129T090000Z")
+    patch, minor = json.loads(json.dumps(record)), json.loads(json.dumps(record))
+    patch["plan"]["release"]["vllm"] = "0.32.7"
+    minor["plan"]["release"]["vllm"] = "0.33.0"
+    assert history.comparable(record, patch)
+    assert not history.comparable(record, minor)
+
+
+def test_offload_that_pays():
+    base = passing("20261127T080000Z", profile="gpu")
+    found = history.payoff(passing("20261129T090000Z"), [base])
+    assert found.state == "pays"
+    # 16.1 against 11.73 requests per second at 16
+    assert found.ratio == pytest.approx(16.1 / 11.73)
+
+
+def test_offload_that_costs_degrades_with_advice():
+    base = passing("20261127T080000Z", profile="gpu")
+    now = passing("20261129T090000Z", factor=1.9, earlier=[base])
+    assert now["payoff"]["state"] == "costs"
+    assert now["verdict"] == "degrade"
+    assert "kvfleet_profile: cpu" in now["reasons"][0]["fix"]
+
+
+def test_without_a_baseline_the_payoff_is_unknown():
+    now = passing("20261129T090000Z")
+    assert history.payoff(now, []).state == "unknown"
+    other_release = {**passing("20261127T080000Z", profile="gpu"), "release": "another"}
+    assert history.payoff(now, [other_release]).state == "unknown"
+    assert history.payoff(passing("20261127T080000Z", profile="gpu"), []).state == "unknown"
+
+
+def test_a_failing_verdict_keeps_its_figure_beside_a_regression():
+    failed = bench.judge([], [], None, bench.Thresholds())
+    change = {"instance": "a", "run": "r", "figure": "f", "value": 2.0, "baseline": 1.0, "worse": 1.0, "tolerance": 0.1}
+    judged = bench.judge_history(failed, [{**change, "results": 3, "regressed": True}], {"state": "unknown"})
+    assert judged["verdict"] == "fail"
+    assert judged["deciding"] == failed["deciding"]
+    assert len(judged["reasons"]) == len(failed["reasons"]) + 1
+
+
+def test_line_and_explanation_are_for_people():
+    record = sample_results.record("h", "20261129T090000Z", "disk", findings=[sample_results.FINDING])
+    assert history.line(record).startswith("h  release cu13-0.32.0-0.5.6  profile disk  FAIL  ")
+    assert "wipe the tier" in history.explanation(record)
