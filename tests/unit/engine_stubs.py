@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import shutil
+import stat
 import sys
 import zipfile
 from pathlib import Path
@@ -97,9 +98,8 @@ def make_wheel(
         for path, text in contents.items():
             entry = zipfile.ZipInfo(path)
             # as careless as published wheels are: some files closed to others, some scripts open to all
-            entry.external_attr = (0o600 if path.endswith("__init__.py") else 0o666) << 16
-            if ".data/scripts/" in path:
-                entry.external_attr = 0o755 << 16
+            mode = 0o600 if path.endswith("__init__.py") else 0o666
+            entry.external_attr = (stat.S_IFREG | (0o755 if ".data/scripts/" in path else mode)) << 16
             archive.writestr(entry, text)
     return wheel
 

@@ -713,7 +713,9 @@ def _last_words(answer: CommandResult) -> str:
     return (lines[-1].strip() if lines else f"status {answer.returncode} without a word")[:600]
 
 
-def jit_gates(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[Gate]:
+def jit_gates(
+    folder: Path, row: Mapping[str, Any], run: CommandRunner, toolkits: Path = Path("/usr/local")
+) -> list[Gate]:
     """What a release compiles at run time with: ``compiler`` a C compiler, ``kernels`` nvcc or prebuilt kernels."""
     gates = []
     for need in row.get("jit") or []:
@@ -722,7 +724,7 @@ def jit_gates(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[
             gates.append(Gate("compiler", bool(found), found or "no C compiler: install gcc"))
         elif need == "kernels":
             site = _site_packages(folder)
-            nvcc = [*site.glob("nvidia/*/bin/nvcc"), *Path("/usr/local").glob("cuda*/bin/nvcc")]
+            nvcc = [*site.glob("nvidia/*/bin/nvcc"), *toolkits.glob("cuda*/bin/nvcc")]
             prebuilt = [*site.glob("flashinfer_cubin-*.dist-info"), *site.glob("flashinfer_jit_cache-*.dist-info")]
             if nvcc or prebuilt:
                 detail = str((nvcc or prebuilt)[0])
