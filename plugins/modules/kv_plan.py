@@ -37,6 +37,11 @@ options:
     description: The plan that the host runs now. Computed values stay as they are while they still fit.
     type: path
     default: /etc/kvfleet/plan.json
+  proof_file:
+    description:
+      - Record of the last proof; its C(measured) (prefill_tokens_per_s, cpu, disk) feeds the break-even advice.
+    type: path
+    default: /var/lib/kvfleet/proved.json
   sessions:
     description: Number of conversations to check the tiers for, together with O(context).
     type: int
@@ -71,6 +76,22 @@ host:
   description: The host description that the plan was made from.
   returned: success
   type: dict
+summary:
+  description: The plan as lines for people.
+  returned: success
+  type: list
+page:
+  description: The plan as titled tables.
+  returned: success
+  type: list
+error_text:
+  description: The plan's errors, one a line; empty without any.
+  returned: success
+  type: str
+record:
+  description: JSON text for O(plan_file); the same as long as nothing that runs changes.
+  returned: success
+  type: str
 ansible_facts:
   description: C(kvfleet_plan), the plan.
   returned: success
@@ -87,7 +108,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.kvfleet import disk_probe, disks, planning
+from ansible.module_utils.kvfleet import disk_probe, disks, plan_text, planning, sizing
 from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import Finding, KvfleetError
 from ansible.module_utils.kvfleet.hostfacts import gather
@@ -129,6 +150,20 @@ def read_json(path: str) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
+def measured(values: dict[str, Any], proof: dict[str, Any] | None) -> dict[str, float | None]:
+    """Speeds that this host has shown: of the last proof, and of the cache disk when it was formatted."""
+    found: dict[str, float | None] = {}
+    history = (proof or {}).get("measured")
+    if isinstance(history, dict):
+        found = {key: float(history[key]) for key in ("prefill_tokens_per_s", "cpu", "disk") if history.get(key)}
+    serial = values.get("cache_disk_serial")
+    record = disk_probe.read_record(str(serial), disk_probe.HostPaths()) if serial else None
+    speed = (record.notes.get("speed") or {}) if record is not None else {}
+    if speed.get("random_read_bytes_per_s"):
+        found.setdefault("disk", float(speed["random_read_bytes_per_s"]))
+    return found
+
+
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
@@ -138,6 +173,7 @@ def main() -> None:
             "host": {"type": "dict"},
             "model_config": {"type": "dict"},
             "plan_file": {"type": "path", "default": "/etc/kvfleet/plan.json"},
+            "proof_file": {"type": "path", "default": "/var/lib/kvfleet/proved.json"},
             "sessions": {"type": "int"},
             "context": {"type": "int"},
             "fail_on_errors": {"type": "bool", "default": True},
@@ -159,6 +195,7 @@ def main() -> None:
             model_config=options["model_config"],
             check_disk=None if recorded else check_disk,
             previous=None if recorded else read_json(options["plan_file"]),
+            measured=None if recorded else measured(options["settings"], read_json(options["proof_file"])),
             sessions=options["sessions"],
             context=options["context"],
         )
@@ -166,9 +203,16 @@ def main() -> None:
             planning.raise_errors(plan)
     except KvfleetError as error:
         module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
-    for warning in plan["warnings"]:
-        module.warn(f"{warning['code']}: {warning['message']} {warning['fix']}")
-    module.exit_json(changed=False, plan=plan, host=host, ansible_facts={"kvfleet_plan": plan})
+    module.exit_json(
+        changed=False,
+        plan=plan,
+        host=host,
+        summary=plan_text.summary_lines(plan),
+        page=plan_text.page_parts(plan),
+        error_text="\n".join(f"{error['code']}: {error['message']} {error['fix']}" for error in plan["errors"]),
+        record=json.dumps(sizing.record(plan), indent=1, sort_keys=True),
+        ansible_facts={"kvfleet_plan": plan},
+    )
 
 
 if __name__ == "__main__":

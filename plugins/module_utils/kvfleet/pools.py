@@ -75,8 +75,8 @@ def step_bytes(shape: ModelShape, tokens: int, sequences: int, tensor_parallel_s
     """
     width = 3 * shape.intermediate_size // tensor_parallel_size + 4 * shape.hidden_size
     layers = tokens * width * 2 * 11 // 10
-    # float32 logits, their sorted copy and the probabilities
-    sampling = min(sequences, tokens) * shape.vocab_size * 12
+    # float32 logits and one copy (0.24 GiB seen for 256 sequences of Llama-3-8B in steps of 2,048 tokens)
+    sampling = min(sequences, tokens) * shape.vocab_size * 8
     return max(layers, sampling)
 
 

@@ -165,6 +165,21 @@ def fingerprint(plan: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
+def record(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """What the next plan needs to know of this one (``previous`` of :func:`build_plan`)."""
+    return {
+        "schema": plan["schema"],
+        "fingerprint": plan["fingerprint"],
+        "inputs": plan["inputs"],
+        "release": plan["release"].get("id"),
+        "profile": plan["profile"],
+        "instances": [
+            {key: instance[key] for key in ("name", "buffer_gib_per_gpu", "l1_gib", "quota_gib", "server")}
+            for instance in plan["instances"]
+        ],
+    }
+
+
 def default_quota_gib(partition_gib: float) -> float:
     """Half of the partition above its free-space floor, in GiB, rounded down to hundredths."""
     return math.floor((partition_gib - floor_gib(partition_gib)) * 50) / 100
@@ -996,7 +1011,7 @@ class _Planner:
                 continue
             wanted = math.floor((1 - longest * loads / l1) * 20) / 20
             server["eviction_trigger_watermark"] = round(min(DEFAULT_WATERMARK, max(LOWEST_WATERMARK, wanted)), 2)
-            room = l1 * (1 - server["eviction_trigger_watermark"])
+            room = round(l1 * (1 - server["eviction_trigger_watermark"]))
             if longest > room:
                 self._warn(
                     "KVF-RAM-007",
@@ -1005,7 +1020,7 @@ class _Planner:
                     f"watermark, which leaves {human_bytes(room)}; longer hits are computed again.",
                     "Raise kvfleet_buffer_gib_per_gpu, or lower kvfleet_max_model_len.",
                     needed_bytes=longest,
-                    room_bytes=int(room),
+                    room_bytes=room,
                 )
             elif longest * loads > room:
                 self._warn(
@@ -1016,7 +1031,7 @@ class _Planner:
                     "once.",
                     "Raise kvfleet_buffer_gib_per_gpu if many long prompts come back at the same time.",
                     needed_bytes=longest * loads,
-                    room_bytes=int(room),
+                    room_bytes=room,
                 )
 
     def _disk(self) -> dict[str, Any] | None:

@@ -1,0 +1,151 @@
+"""``kvfleet plan``: the plan of a host from files alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvfleet.core.findings import refuse
+from kvfleet.core.plan_text import Row, host_rows, instance_rows, session_rows
+from kvfleet.core.planning import check_recorded, make_plan
+from kvfleet.exits import Exit
+from kvfleet.matrix import load_matrix
+
+
+class Format(StrEnum):
+    """How to print."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def plan(
+    host: Annotated[Path, typer.Option(help="Host description, as the module host_facts returns it.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory or its config.json; instances may name their own with --set.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A kvfleet_* variable; lists and instances in YAML or JSON."),
+    ] = None,
+    sessions: Annotated[int | None, typer.Option(min=1, help="Number of conversations, with --context.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of each conversation, with --sessions.")] = None,
+    output: Annotated[Format, typer.Option("--format", help="Print for people or for machines.")] = Format.TABLE,
+    releases_file: Annotated[Path | None, typer.Option("--releases", help="Another releases.yml.")] = None,
+) -> int:
+    """Compute the plan of a host from its description; exit status 2 when the plan has errors."""
+    if (sessions is None) != (context is None):
+        raise typer.BadParameter("--sessions and --context go together")
+    values = read_settings(settings or [])
+    if model is not None:
+        values.setdefault("kvfleet_model", str(model))
+    made = make_plan(
+        values,
+        load_matrix(releases_file, None),
+        read_host(host),
+        read_text=read_text,
+        list_sizes=list_sizes,
+        sessions=sessions,
+        context=context,
+    )
+    if output is Format.JSON:
+        sys.stdout.write(json.dumps(made, indent=2) + "\n")
+    else:
+        show(made)
+    return Exit.REFUSED if made["errors"] else Exit.PROVED
+
+
+def read_settings(pairs: list[str]) -> dict[str, Any]:
+    """``NAME=VALUE`` pairs as variables; values are read as YAML, so lists and numbers keep their kind."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.strip():
+            raise typer.BadParameter(f"--set {pair!r}: write NAME=VALUE")
+        try:
+            values[name.strip()] = yaml.safe_load(text) if text.strip() else ""
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(f"--set {name}: the value is no YAML ({error})") from error
+    return values
+
+
+def read_host(path: Path) -> dict[str, Any]:
+    """A recorded host description; also one inside the ``host`` key of a module's result."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise typer.BadParameter(f"--host {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise refuse(
+            "KVF-HOST-003", f"{path} is not JSON ({error}).", "Record it with the module host_facts."
+        ) from error
+    if isinstance(data, dict) and "gpus" not in data and isinstance(data.get("host"), dict):
+        data = data["host"]
+    return check_recorded(data)
+
+
+def read_text(path: str) -> str | None:
+    """A file's text, ``None`` when it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def list_sizes(path: str) -> dict[str, int] | None:
+    """Names and sizes of a directory's files, ``None`` when it is none."""
+    try:
+        return {entry.name: entry.stat().st_size for entry in Path(path).iterdir() if entry.is_file()}
+    except OSError:
+        return None
+
+
+def show(made: dict[str, Any]) -> None:
+    """Print a plan for people."""
+    console = Console(highlight=False, width=max(Console().width, 120))
+    _rows(console, str(made["host"]["hostname"]), host_rows(made))
+    for instance in made["instances"]:
+        _rows(console, f"{instance['name']}: {instance['model']}", instance_rows(instance))
+    if made.get("sessions"):
+        _rows(console, "sessions", session_rows(made["sessions"]))
+    for kind, style in (("errors", "bold red"), ("warnings", "yellow")):
+        for entry in made[kind]:
+            console.print(
+                f"[{style}]{entry['code']}[/]  {_plain(entry['message'])}\n  {_plain(entry['fix'])}", soft_wrap=True
+            )
+
+
+def _rows(console: Console, title: str, rows: list[Row]) -> None:
+    table = Table(
+        title=_plain(title),
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_header=False,
+        pad_edge=False,
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold")
+    table.add_column(style="dim")
+    for name, value, why in rows:
+        table.add_row(_plain(name), _plain(value), _plain(why))
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    """Text in which square brackets are no markup."""
+    return text.replace("[", r"\[")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("plan")(plan)
