@@ -642,7 +642,8 @@ def list_candidates(
         link = _best_link(probe)
         reasons: list[str] = []
         content = ""
-        if _device_number(probe.node) != number:
+        here = _device_number(probe.node) == number
+        if not here:
             reasons.append(f"this machine has no {probe.node}; the disk belongs to another host on the same kernel")
         elif not link:
             reasons.append("has no link below /dev/disk/by-id, so it cannot be named safely")
@@ -666,6 +667,7 @@ def list_candidates(
                 "size_gib": round(probe.size_bytes / GIB, 1),
                 "content": content,
                 "signatures": [item.as_dict() for item in probe.signatures],
+                "here": here,
                 "eligible": not reasons,
                 "reasons": reasons,
             }

@@ -850,7 +850,8 @@ def classify(probe: DiskProbe, record: DiskRecord | None, machine_id: str) -> tu
         if known is not None and not known.reached("formatted") and _interrupted_table(probe, known):
             return "ours_unfinished", "a partitioning by kvfleet on this host was cut short"
         if probe.signatures or table.primary or table.backup or table.mbr != "none":
-            listed = [str(signature) for signature in probe.signatures]
+            # both copies of a GPT and its protective MBR are one thing to a reader
+            listed = list(dict.fromkeys(str(item) for item in probe.signatures if item.type != "PMBR"))
             if table.backup and not table.primary:
                 listed.append("the backup of a GPT at the end of the disk")
             return "recognised", "; ".join(listed) or "a partition table"
