@@ -506,3 +506,18 @@ def test_reading_a_model_directory_and_a_bare_config():
 def test_bad_model_paths_name_the_variable(text, sizes, code):
     with pytest.raises(KvfleetError, match=code):
         read_model("/m", lambda _: text, lambda _: sizes)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 8192),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 8192),
+        ({"type": "linear", "factor": 2.0}, 16384),
+        # Qwen2.5's card: YaRN with factor 4 over 32,768 positions
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    ],
+)
+def test_longest_request_counts_position_scaling(scaling, longest):
+    config = {**PLAIN_MODELS["Llama-3-8B"][0], "max_position_embeddings": 8192, "rope_scaling": scaling}
+    assert parse_config(config).max_position == longest

@@ -898,18 +898,32 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def _max_position(text: Mapping[str, Any]) -> int | None:
-    for key in (
+    """Longest request that vLLM derives from the configuration, position scaling included (``_get_and_verify_max_len``)."""
+    names = (
         "max_position_embeddings",
         "n_positions",
         "max_seq_len",
         "seq_length",
         "max_sequence_length",
         "model_max_length",
-    ):
-        value = text.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    )
+    longest = next(
+        (
+            text[name]
+            for name in names
+            if isinstance(text.get(name), int) and not isinstance(text[name], bool) and text[name] > 0
+        ),
+        None,
+    )
+    scaling = text.get("rope_scaling") or text.get("rope_parameters")
+    if longest is None or not isinstance(scaling, Mapping):
+        return longest
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+    if kind in (None, "default", "su", "longrope", "llama3", "mrope") or not isinstance(factor, (int, float)):
+        return longest
+    if kind == "yarn":
+        longest = int(scaling.get("original_max_position_embeddings") or longest)
+    return int(longest * factor)
 
 
 def _checkpoint_kv_dtype(quantization: Mapping[str, Any]) -> str | None:
