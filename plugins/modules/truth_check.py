@@ -42,6 +42,10 @@ options:
     description: Seconds to wait until asynchronous stores have reached their tier.
     type: float
     default: 60
+  cold_limit_s:
+    description: Seconds that computing the long prompt may be planned to take; the prompt is shortened on slower hosts.
+    type: float
+    default: 45
 author: kvfleet
 """
 
@@ -111,6 +115,7 @@ def main() -> None:
             "request_limit_s": {"type": "float", "default": 300},
             "flood_limit_s": {"type": "float", "default": 300},
             "settle_limit_s": {"type": "float", "default": 60},
+            "cold_limit_s": {"type": "float", "default": 45},
         },
         supports_check_mode=True,
     )
@@ -146,7 +151,7 @@ def prove_instance(params: dict[str, Any], instance: dict[str, Any]) -> dict[str
         TOLERANCES[engine_dtype(instance)],
         params["may_clear"],
         Surroundings(tier_files=tier_files, drop_page_cache=drop_page_cache),
-        Limits(params["request_limit_s"], params["flood_limit_s"], params["settle_limit_s"]),
+        Limits(params["request_limit_s"], params["flood_limit_s"], params["settle_limit_s"], params["cold_limit_s"]),
     )
     result: dict[str, Any] = proof.run()
     return result

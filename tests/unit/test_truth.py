@@ -265,3 +265,11 @@ def test_a_flood_beyond_its_limit_ends_the_proof():
     stack = FakeStack()
     result = proof(stack, limits=truth.Limits(flood_s=-1)).run()
     assert codes(result) == ["KVF-BENCH-014"]
+
+
+def test_a_slow_host_gets_a_shorter_prompt_and_a_note():
+    # the model computes a token in a millisecond; the long prompt of 304 tokens would be planned with 0.46 s
+    result = proof(FakeStack(), limits=truth.Limits(settle_s=5, cold_s=0.2)).run()
+    assert codes(result) == []
+    assert result["prompt_tokens"] == 2 * CHUNK + 48
+    assert any("shortened" in note for note in result["notes"])

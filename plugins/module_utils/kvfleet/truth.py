@@ -290,11 +290,12 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Limits:
-    """Deadlines in seconds: one request, one flood, and the wait until asynchronous stores are on disk."""
+    """Seconds: one request, one flood, the wait until stores are on disk, and what the cold pass may be planned for."""
 
     request_s: float = 300.0
     flood_s: float = 300.0
     settle_s: float = 60.0
+    cold_s: float = 45.0
 
 
 class InstanceProof:
@@ -358,15 +359,16 @@ class InstanceProof:
         page = self._engine_metrics()
         pool = metrics.pool_tokens(page) or int(self.instance["gpu_kv_tokens"])
         block = int(self.instance["block_size_tokens"])
-        size = prompt_size(
-            int(self.instance["max_model_len"]), pool, int(self.instance["chunk_tokens"] or block), block
-        )
-        prompt = random_prompt(self.outside.rng, size.tokens, self.vocabulary)
+        chunk = int(self.instance["chunk_tokens"] or block)
+        size = prompt_size(int(self.instance["max_model_len"]), pool, chunk, block)
         # first requests compile kernels and fill allocators: never let the measured one be the first of its shape
-        completion(
-            self.engine, self.model, random_prompt(self.outside.rng, min(512, size.tokens), self.vocabulary),
-            f"{self.salt}-warmup", 4, store=False, timeout_s=self.limits.request_s,
-        )  # fmt: skip
+        warmup = random_prompt(self.outside.rng, min(512, size.tokens), self.vocabulary)
+        for _ in range(2):
+            first = completion(self.engine, self.model, warmup, f"{self.salt}-warmup", 4, False, self.limits.request_s)
+            # the repeat would be served by the engine's own cache
+            warmup = random_prompt(self.outside.rng, len(warmup), self.vocabulary)
+        size = self._affordable(size, chunk, len(warmup) / (first.ttft_ms / 1000))
+        prompt = random_prompt(self.outside.rng, size.tokens, self.vocabulary)
         cold = self._pass("cold", prompt, size, expect=None)
         self.result["prompt_tokens"] = size.tokens
         self.result["prefill_tokens_per_s"] = size.tokens / (cold.ttft_ms / 1000)
@@ -404,6 +406,20 @@ class InstanceProof:
         self.cache.post_json("/cache/clear", {}, self.limits.request_s)
         disk = self._pass("disk", prompt, size, expect="disk")
         self._compare("disk", cold, disk)
+
+    def _affordable(self, size: PromptSize, chunk: int, tokens_per_s: float) -> PromptSize:
+        """``size``, or a shorter prompt where computing it would take more than ``limits.cold_s`` seconds."""
+        # attention makes long prompts dearer than the short one that was measured
+        most = int(self.limits.cold_s * tokens_per_s / 1.5)
+        if size.tokens <= most:
+            return size
+        chunks = max(1, min(size.cached, most) // chunk)
+        tokens = chunks * chunk + TAIL_TOKENS
+        shorter = PromptSize(tokens, tokens // chunk * chunk)
+        self.notes.append(
+            f"prompt shortened to {tokens} tokens: this host computes {tokens_per_s:.0f} tokens per second now"
+        )
+        return shorter
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
