@@ -921,11 +921,14 @@ def present(run: DiskRun) -> dict[str, Any]:
         child = _await_child(run, probe, decision.layout, "wait for the partition")
         _mount(run, record, child)
         record = _furnish(run, probe, record)
-        probe = probe_disk(settings, run.runner, paths)
-        final = decide(probe, settings, record, host_id)
-        if final.action != "reuse":
-            raise _failed("verify the result", "; ".join(finding.message for finding in final.errors) or final.content)
-        return _result(run, probe, final, record, before, bool(run.steps))
+        if run.steps:
+            probe = probe_disk(settings, run.runner, paths)
+            decision = decide(probe, settings, record, host_id)
+            if decision.action != "reuse":
+                raise _failed(
+                    "verify the result", "; ".join(item.message for item in decision.errors) or decision.content
+                )
+        return _result(run, probe, decision, record, before, bool(run.steps))
 
 
 def _users_of(mount_point: str, paths: HostPaths) -> list[str]:
