@@ -898,7 +898,7 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
 
 
 def _max_position(text: Mapping[str, Any]) -> int | None:
-    """Longest request that vLLM derives from the configuration, position scaling included (``_get_and_verify_max_len``)."""
+    """Longest request that vLLM derives from the configuration, position scaling included."""
     names = (
         "max_position_embeddings",
         "n_positions",
@@ -907,14 +907,8 @@ def _max_position(text: Mapping[str, Any]) -> int | None:
         "max_sequence_length",
         "model_max_length",
     )
-    longest = next(
-        (
-            text[name]
-            for name in names
-            if isinstance(text.get(name), int) and not isinstance(text[name], bool) and text[name] > 0
-        ),
-        None,
-    )
+    found = [text[name] for name in names if isinstance(text.get(name), int) and not isinstance(text[name], bool)]
+    longest = next((int(value) for value in found if value > 0), None)
     scaling = text.get("rope_scaling") or text.get("rope_parameters")
     if longest is None or not isinstance(scaling, Mapping):
         return longest
