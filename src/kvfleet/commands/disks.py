@@ -80,9 +80,7 @@ def show_host(console: Console, name: str, listed: Sequence[Disk]) -> None:
         )
     console.print(table)
     if len(here) < len(listed):
-        console.print(
-            f"{len(listed) - len(here)} more disks belong to other hosts on the same kernel (--json lists them)."
-        )
+        console.print(f"{len(listed) - len(here)} more belong to other hosts on the same kernel (--json lists them).")
     usable = [disk for disk in listed if disk["eligible"]]
     if not usable:
         console.print(f"{name} has no disk that could be the cache disk as it is.\n")
