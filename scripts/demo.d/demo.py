@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +30,7 @@ NEEDED_MEMORY_BYTES = 7 * 1024**3
 console = Console(highlight=False)
 
 
-def die(sentence: str) -> None:
+def die(sentence: str) -> NoReturn:
     """End with one clear sentence."""
     console.print(f"[bold red]demo:[/] {sentence}", soft_wrap=True)
     sys.exit(2)
@@ -53,7 +52,9 @@ def available_memory_bytes() -> int:
 def call(*command: str) -> None:
     """Run one of the project's own scripts; its own sentence explains a failure."""
     if subprocess.run(command, check=False).returncode:
-        die(f"'{Path(command[0]).name} {' '.join(command[1:])}' failed; its message stands above. Run ./scripts/demo again.")
+        die(
+            f"'{' '.join(Path(word).name for word in command)}' failed, its message stands above; run ./scripts/demo again."
+        )
 
 
 def ssh(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -108,16 +109,20 @@ class Progress:
         return f"[dim]{passed // 60:2d}:{passed % 60:02d}[/]"
 
 
-def newest_result() -> tuple[Path, dict[str, Any]] | None:
+def newest_result() -> tuple[Path, dict[str, Any]]:
     """The newest results file of the demo host."""
     files = sorted((ROOT / "results" / HOST).glob("*.json"))
-    return (files[-1], json.loads(files[-1].read_text())) if files else None
+    if not files:
+        die(f"there is no result of {HOST} under {ROOT / 'results'}: run site.yml with -e smoke_benchmark_force=true.")
+    return files[-1], json.loads(files[-1].read_text())
 
 
 def main() -> None:
     """Read the command line and act."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--profile", choices=["gpu", "cpu", "disk"], default="disk", help="tiers to deploy (default: disk)")
+    parser.add_argument(
+        "--profile", choices=["gpu", "cpu", "disk"], default="disk", help="tiers to deploy (default: disk)"
+    )
     parser.add_argument("--down", action="store_true", help="throw the host away")
     arguments = parser.parse_args()
     if arguments.down:
@@ -132,7 +137,9 @@ def deploy(profile: str) -> None:
         die("a booted container and loop devices need root: run it with sudo.")
     running = host_is_up()
     if not running and available_memory_bytes() < NEEDED_MEMORY_BYTES:
-        die(f"{available_memory_bytes() / 1024**3:.1f} GiB of memory are available, the demo needs 7: end something else first.")
+        die(
+            f"{available_memory_bytes() / 1024**3:.1f} GiB of memory are free, the demo needs 7: end something else first."
+        )
     step(1, "Throw-away host: a booted systemd container with a system-like disk and an empty cache disk")
     call(str(TESTHOST), "up", HOST, "--reuse")
     step(2, "Model: random weights, real tokenizer, made here")
@@ -142,9 +149,7 @@ def deploy(profile: str) -> None:
     step(3, f"Wheels of release {RELEASE}, by hash")
     call(str(Path(sys.executable).parent / "kvfleet"), "bundle", RELEASE)
     step(4, "ansible-playbook -i inventories/local site.yml")
-    run = run_playbook(
-        ROOT / "site.yml", INVENTORY, extra_vars={"kvfleet_profile": profile}, on_event=Progress()
-    )
+    run = run_playbook(ROOT / "site.yml", INVENTORY, extra_vars={"kvfleet_profile": profile}, on_event=Progress())
     step(5, "Result")
     summary(run)
 
@@ -153,10 +158,48 @@ def summary(run: PlaybookRun) -> None:
     """One screen: release, plan, changes, figures, verdict, and where to go from here."""
     host = run.hosts.get(HOST, HostRun(HOST))
     if not run.ok:
-        for failure in host.failures or ["the run ended without a result"]:
+        for failure in host.failures or ["Ansible ended before it reached the host:", run.tail]:
             console.print(f"[bold red]failed[/] {failure}", soft_wrap=True)
-        console.print("Nothing is lost: run ./scripts/demo again, or look at the host with ./scripts/testhost ssh demo")
+        console.print("Run ./scripts/demo again, or look at the host with ./scripts/testhost ssh demo")
         sys.exit(4)
+    plan = host.facts["kvfleet_plan"]
+    path, result = newest_result()
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    release, instance, disk = plan["release"], plan["instances"][0], plan["host"]["disk"]
+    table.add_row(
+        "release", f"{release['id']}: vLLM {release['vllm']}, LMCache {release['lmcache']}, torch {release['torch']}"
+    )
+    sizes = [f"pool {instance['gpu_kv_pool_bytes_per_rank'] / 1024**3:g} GiB"]
+    if plan["servers"]:
+        sizes.append(f"buffer {instance['buffer_gib_per_gpu']:g} GiB per CPU rank")
+        sizes.append(f"L1 {plan['servers'][0]['l1_gib']:g} GiB")
+    if disk:
+        sizes.append(f"quota {disk['quota_gib']:g} of {disk['partition_gib']:g} GiB")
+    table.add_row("plan", f"profile {plan['profile']}: {', '.join(sizes)}")
+    table.add_row("changed", f"{len(host.changed)} of {host.executed} tasks in {run.seconds:.0f} s")
+    for proof in result["truth"]["instances"]:
+        table.add_row("first token", first_tokens(proof))
+    verdict = result["verdict"]
+    colour = {"pass": "green", "degrade": "yellow"}.get(verdict, "red")
+    since = "" if host.changed else f", unchanged since {result['time']}"
+    table.add_row("verdict", f"[bold {colour}]{verdict.upper()}[/]{since}")
+    table.add_row("report", str(ROOT / "results" / "report.html"))
+    table.add_row("figures", str(path))
+    table.add_row("log in", "./scripts/testhost ssh demo")
+    table.add_row("throw away", "./scripts/demo --down")
+    console.print(table)
+
+
+def first_tokens(proof: Mapping[str, Any]) -> str:
+    """Time to the first token of the same long prompt, cold and from each tier, with the ratio."""
+    ttft = {tier: value for tier, value in proof["ttft_ms"].items() if value}
+    cold = ttft.pop("cold")
+    names = {"ram": "warm from RAM", "disk": "warm from disk", "engine_cache": "warm in the engine"}
+    parts = [f"{proof['prompt_tokens']} tokens cold {cold:.0f} ms"]
+    parts += [f"{names[tier]} {value:.0f} ms (1/{cold / value:.0f})" for tier, value in ttft.items()]
+    return ", ".join(parts) + (", same answer" if proof["identical"] else "")
 
 
 if __name__ == "__main__":

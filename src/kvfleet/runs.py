@@ -49,6 +49,8 @@ class PlaybookRun:
     seconds: float
     hosts: dict[str, HostRun]
     complete: bool
+    #: the last lines that Ansible itself printed, for runs that ended before any host did anything
+    tail: str = ""
 
     @property
     def ok(self) -> bool:
@@ -105,9 +107,10 @@ def run_playbook(
             },
             settings={"idle_timeout": 3600, "job_timeout": 6 * 3600, "pexpect_timeout": 30},
         )
+        tail = "".join(runner.stdout.readlines()[-20:])
     finally:
         shutil.rmtree(private, ignore_errors=True)
-    return PlaybookRun(str(runner.status), int(runner.rc), time.monotonic() - started, hosts, complete)
+    return PlaybookRun(str(runner.status), int(runner.rc), time.monotonic() - started, hosts, complete, tail)
 
 
 def _count(host: HostRun, kind: str, data: Event) -> None:
