@@ -17,13 +17,12 @@ options:
     type: path
     default: /opt/kvfleet
   release:
-    description: The release row, from C(kvfleet_plan['release']).
+    description:
+      - The release row, from C(kvfleet_plan['release']). Without it only what the host holds is told.
     type: dict
-    required: true
   lock:
-    description: Text of the release's lock file.
+    description: Text of the release's lock file; needed with O(release).
     type: str
-    required: true
   lock_name:
     description: Name of the lock file, for messages.
     type: str
@@ -52,19 +51,19 @@ EXAMPLES = r"""
 RETURN = r"""
 path:
   description: Directory of the release when it is complete, else null.
-  returned: always
+  returned: with O(release)
   type: str
 install:
   description: Whether it has to be built.
-  returned: always
+  returned: with O(release)
   type: bool
 prove:
   description: Whether its gates have to run again because the row changed.
-  returned: always
+  returned: with O(release)
   type: bool
 gates:
   description: What the gates found at installation.
-  returned: always
+  returned: with O(release)
   type: list
   elements: dict
 current:
@@ -77,13 +76,17 @@ current_path:
   type: str
 bundle_sha256:
   description: sha256 of the manifest of this release's unpacked bundle, or null.
-  returned: always
+  returned: with O(release)
   type: str
 packages_missing:
   description: Debian packages that are not installed.
-  returned: always
+  returned: with O(release)
   type: list
   elements: str
+rollback_to:
+  description: Id of the proved release that the host left last and still holds, or null.
+  returned: always
+  type: str
 releases:
   description: Every complete release on the host.
   returned: always
@@ -104,20 +107,22 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "root": {"type": "path", "default": "/opt/kvfleet"},
-            "release": {"type": "dict", "required": True},
-            "lock": {"type": "str", "required": True},
+            "release": {"type": "dict"},
+            "lock": {"type": "str"},
             "lock_name": {"type": "str", "default": "lock"},
             "packages": {"type": "list", "elements": "str", "default": []},
         },
+        required_together=[("release", "lock")],
         supports_check_mode=True,
     )
     options = module.params
+    layout = engine.Layout(Path(options["root"]))
+    if options["release"] is None:
+        module.exit_json(changed=False, **engine.overview(layout))
     try:
         lock = parse_lock(options["lock"], options["lock_name"])
         engine.check_lock(options["release"], lock)
-        found = engine.state(
-            engine.Layout(Path(options["root"])), options["release"], lock, run_command, packages=options["packages"]
-        )
+        found = engine.state(layout, options["release"], lock, run_command, packages=options["packages"])
     except KvfleetError as error:
         module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
     module.exit_json(changed=False, **found)

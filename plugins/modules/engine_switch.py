@@ -27,7 +27,9 @@ options:
     type: int
     default: 0
   proof_files:
-    description: JSON files on the host whose key C(release) names a release that must stay.
+    description:
+      - JSON files on the host whose key C(release) names a release that must stay. The first is the newest proof; if it
+        names the release that is left, that one is remembered as the one to return to.
     type: list
     elements: path
     default: []
@@ -90,8 +92,8 @@ def main() -> None:
     try:
         folder = Path(options["path"]) if options["path"] else engine.newest_of(layout, options["release"])
         before = engine.current_directory(layout)
-        switched = engine.switch(layout, folder, dry_run=module.check_mode)
         protected = engine.proved_releases([Path(path) for path in options["proof_files"]])
+        switched = engine.switch(layout, folder, proved=protected[:1], dry_run=module.check_mode)
         pruned: list[str] = []
         if options["keep"] > 0:
             pruned = engine.prune(layout, options["keep"], protected, using=folder, dry_run=module.check_mode)

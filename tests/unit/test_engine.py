@@ -497,6 +497,41 @@ def test_the_newest_directory_of_an_id_is_found_and_a_stranger_refused(host: Hos
         engine.newest_of(host.layout, "r9")
 
 
+def test_a_proved_release_that_was_left_is_the_one_to_return_to(host: Host, ready: Callable[..., Path]) -> None:
+    one, two, three = ready("one"), ready("two"), ready("three")
+    target = lambda: engine.rollback_target(host.layout)  # noqa: E731
+    engine.switch(host.layout, one)
+    assert target() is None
+    engine.switch(host.layout, two, proved=["one"])
+    assert target() == "one"
+    # two was never proved: leaving it gives nothing to return to, and the restored one is no target of itself
+    engine.switch(host.layout, one, proved=["one"])
+    assert target() is None
+    engine.switch(host.layout, two, proved=["one"])
+    engine.switch(host.layout, three, proved=["two"])
+    assert target() == "two"
+    # a failed upgrade from three keeps what was known before it
+    four = ready("four")
+    engine.switch(host.layout, four, proved=["three"])
+    engine.switch(host.layout, three, proved=["three"])
+    assert target() == "two"
+    stubs.remove(two)
+    assert target() == "one"
+
+
+def test_the_release_to_return_to_is_never_pruned(host: Host, ready: Callable[..., Path]) -> None:
+    folders = {day: ready(f"r{day}", f"2026-01-0{day}T00:00:00+00:00") for day in range(1, 5)}
+    engine.switch(host.layout, folders[1])
+    engine.switch(host.layout, folders[4], proved=["r1"])
+    assert engine.to_prune(host.layout, 1, []) == [folders[2], folders[3]]
+
+
+def test_a_damaged_history_is_no_history(host: Host, ready: Callable[..., Path]) -> None:
+    ready("one")
+    host.layout.history.write_text("{broken")
+    assert engine.overview(host.layout)["rollback_to"] is None
+
+
 @pytest.fixture(autouse=True)
 def _no_constraints(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What this machine's pip is configured to do must not decide about tests."""

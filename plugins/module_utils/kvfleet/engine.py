@@ -80,6 +80,11 @@ class Layout:
         return self.root / "tools"
 
     @property
+    def history(self) -> Path:
+        """Ids of proved releases in the order in which the host left them."""
+        return self.root / "proved-history.json"
+
+    @property
     def uv_cache(self) -> Path:
         """uv's cache, on the releases' file system so that files are linked and not copied."""
         return self.root / "uv-cache"
@@ -220,18 +225,26 @@ def state(
     """
     folder = find_installed(layout, str(row["id"]), lock.digest)
     marker = read_marker(folder) if folder else None
-    now = current_directory(layout)
-    now_marker = read_marker(now) if now else None
     manifest = unpacked(layout.bundles / str(row["id"]), layout.wheels)
     return {
         "path": str(folder) if folder else None,
         "install": folder is None,
         "prove": bool(marker) and (marker or {}).get("gates_sha256") != gates_digest(row),
         "gates": (marker or {}).get("gates", []),
-        "current": now_marker["release"] if now_marker else None,
-        "current_path": str(now) if now else None,
         "bundle_sha256": manifest["_sha256"] if manifest else None,
         "packages_missing": missing_packages(packages, run),
+        **overview(layout),
+    }
+
+
+def overview(layout: Layout) -> dict[str, Any]:
+    """What the host holds, whatever is planned: ``releases``, ``current``, ``current_path``, ``rollback_to`` (ids)."""
+    now = current_directory(layout)
+    marker = read_marker(now) if now else None
+    return {
+        "current": marker["release"] if marker else None,
+        "current_path": str(now) if now else None,
+        "rollback_to": rollback_target(layout),
         "releases": [
             {"path": str(path), "release": found["release"], "installed": found.get("installed")}
             for path, found in release_directories(layout).items()
@@ -750,6 +763,33 @@ def prove_again(layout: Layout, folder: Path, row: Mapping[str, Any], lock: Lock
 # ------------------------------------------------------------------------------------------------ switching
 
 
+def read_history(layout: Layout) -> list[str]:
+    """Ids of proved releases, the one left last at the end."""
+    try:
+        found = json.loads(layout.history.read_text())
+    except (OSError, ValueError):
+        return []
+    return [str(one) for one in found] if isinstance(found, list) else []
+
+
+def rollback_target(layout: Layout) -> str | None:
+    """Id of the proved release that the host left last and still holds, other than the current one; else None."""
+    now = current_directory(layout)
+    current = (read_marker(now) or {}).get("release") if now else None
+    installed = {str(marker["release"]) for marker in release_directories(layout).values()}
+    for release in reversed(read_history(layout)):
+        if release != current and release in installed:
+            return release
+    return None
+
+
+def _remember(layout: Layout, release: str) -> None:
+    history = [*[one for one in read_history(layout) if one != release][-9:], release]
+    beside = layout.history.with_name(f".{layout.history.name}.{os.getpid()}")
+    beside.write_text(json.dumps(history) + "\n")
+    beside.replace(layout.history)
+
+
 def newest_of(layout: Layout, release: str) -> Path:
     """The newest complete directory of a release id; refuse (KVF-ENG-030) when there is none."""
     found = {path: marker for path, marker in release_directories(layout).items() if marker["release"] == release}
@@ -778,8 +818,11 @@ def proved_releases(files: Iterable[Path]) -> list[str]:
     return found
 
 
-def switch(layout: Layout, folder: Path, *, dry_run: bool = False) -> bool:
-    """Point ``current`` at a complete release in one step; whether it pointed elsewhere before."""
+def switch(layout: Layout, folder: Path, *, proved: Iterable[str] = (), dry_run: bool = False) -> bool:
+    """Point ``current`` at a complete release in one step; whether it pointed elsewhere before.
+
+    A release that is left and whose id is in ``proved`` is remembered as one to return to.
+    """
     if read_marker(folder) is None and not dry_run:
         raise refuse(
             "KVF-ENG-030",
@@ -792,6 +835,10 @@ def switch(layout: Layout, folder: Path, *, dry_run: bool = False) -> bool:
         raise refuse("KVF-ENG-031", f"{layout.current} is no link.", "Move it away; kvfleet does not replace it.")
     if dry_run:
         return True
+    left = current_directory(layout)
+    left_id = str((read_marker(left) or {}).get("release")) if left else ""
+    if left_id in set(proved):
+        _remember(layout, left_id)
     beside = layout.root / f".current.{os.getpid()}"
     beside.unlink(missing_ok=True)
     # relative: the tree can be mounted elsewhere and still holds together
@@ -804,7 +851,7 @@ def to_prune(layout: Layout, keep: int, protected: Iterable[str], using: Path | 
     """Releases to drop: all but the ``keep`` newest, never the one in use nor one whose id is protected (proved)."""
     if keep < 1:
         raise refuse("KVF-ENG-032", f"engine_keep_releases is {keep}.", "Set it to 1 or more.")
-    guarded = set(protected)
+    guarded = {*protected, rollback_target(layout)}
     current = using or current_directory(layout)
     found = release_directories(layout)
     newest = sorted(found, key=lambda path: (path == current, str(found[path].get("installed", ""))), reverse=True)
