@@ -102,6 +102,10 @@ payoff:
   description: Whether the tiers pay against profile gpu, C(unknown) without a comparable result.
   returned: always
   type: dict
+better_profile:
+  description: The profile that served the same load better on this host, when offload costs; else null.
+  returned: always
+  type: str
 shapes:
   description: Per instance the sizes of its load, for the next proof to keep.
   returned: always
@@ -168,6 +172,7 @@ def main() -> None:
         path=path,
         time=record["time"],
         payoff=payoff,
+        better_profile=history.better_profile(record, earlier) if payoff["state"] == "costs" else None,
         shapes={entry["name"]: entry.get("shape") or {} for entry in (load or {}).get("instances") or ()},
         line=history.line(record),
         text=history.explanation(record),

@@ -55,6 +55,10 @@ line:
   description: The last proof's line and how fast every instance answered now, or why a proof is due.
   returned: when nothing was recorded
   type: str
+pool_gib:
+  description: The smallest of the instances' own pools per rank, in GiB.
+  returned: when nothing was recorded
+  type: float
 shapes:
   description: Per instance the sizes of the last recorded smoke load.
   returned: when nothing was recorded
@@ -123,11 +127,18 @@ def main() -> None:
         proved=not reason,
         reason=reason,
         line=standing_line(last, reason, generation),
+        pool_gib=min((pool_gib(instance) for instance in plan["instances"]), default=0),
         shapes=(last or {}).get("shapes") or {},
         fingerprint=parts["all"],
         generation=generation,
         last=last,
     )
+
+
+def pool_gib(instance: dict[str, Any]) -> float:
+    """The engine's own pool per rank in GiB, for measuring other profiles with the same one."""
+    size = instance.get("kv_cache_memory_bytes") or instance.get("gpu_kv_pool_bytes_per_rank") or 0
+    return round(float(size) / 1024**3, 3)
 
 
 def standing_line(last: dict[str, Any] | None, reason: str, generation: dict[str, Any]) -> str:

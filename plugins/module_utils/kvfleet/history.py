@@ -16,6 +16,9 @@ from .findings import refuse
 
 SCHEMA = 1
 
+#: what makes a file a result; other files may lie in the same folder
+_REQUIRED = {"host", "time", "release", "plan_profile", "profile", "plan", "verdict", "reasons", "deciding"}
+
 #: what of a plan goes into a result: numbers, never environments or command lines, which may hold keys
 _PLAN_KEYS = ("schema", "fingerprint", "profile")
 _RELEASE_KEYS = ("id", "vllm", "lmcache", "torch", "cuda", "mode", "python", "connector")
@@ -108,7 +111,7 @@ def load_records(results_dir: Path, host: str | None = None) -> list[dict[str, A
             record = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(record, dict) and record.get("schema") == SCHEMA and record.get("host"):
+        if isinstance(record, dict) and record.get("schema") == SCHEMA and set(record) >= _REQUIRED:
             records.append({**record, "path": str(path)})
     # of the same second the one with the number came later, and its name is longer
     return sorted(records, key=lambda record: (str(record["time"]), len(str(record["path"])), str(record["path"])))
@@ -339,3 +342,26 @@ def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> P
     words = f"{now:.3g} requests/s against {then:.3g} of the GPU alone in run {name}"
     state = "costs" if ratio < 1 and 1 - ratio > noise else "pays"
     return Payoff(state, f"Offload {'costs' if state == 'costs' else 'pays'}: {words}.", ratio, ttft_ratio, name)
+
+
+def better_profile(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str | None:
+    """The profile that served the same load best on this host and release, when it is not the one of ``record``.
+
+    Requests per second of the busiest warm run decide, as in :func:`payoff`.
+    """
+    best: tuple[float, str] | None = None
+    for entry in (*earlier, record):
+        if entry is not record and not (
+            entry.get("verdict") == "pass"
+            and entry.get("release") == record["release"]
+            and comparable(record, entry, same_plan_profile=False)
+        ):
+            continue
+        warm = [run for _, run in _runs(entry) if run["run"]["phase"] == "warm"]
+        if not warm:
+            continue
+        busiest = max(warm, key=lambda run: int(run["run"]["concurrency"]))
+        rate = _figure(busiest, ("requests_per_s",))
+        if rate is not None and (best is None or rate > best[0]):
+            best = (rate, str(entry["plan_profile"]))
+    return best[1] if best and best[1] != record["plan_profile"] else None
