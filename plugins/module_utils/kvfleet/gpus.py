@@ -30,8 +30,8 @@ BASIC_FIELDS = QUERY_FIELDS[:-3]
 
 #: Dense 16-bit tensor peak in TFLOP/s (NVIDIA's data sheets, without sparsity) by words in the card's name.
 _DENSE_TFLOPS = (
-    (r"\bGB?300\b", 2500.0),
-    (r"\bGB?200\b", 2250.0),
+    (r"\bG?B300\b", 2500.0),
+    (r"\bG?B200\b", 2250.0),
     (r"\bH200\b|\bH100\b.*(SXM|HBM3)|\bGH200\b|\bH800\b(?!.*PCIe)", 989.0),
     (r"\bH100\b.*NVL", 835.0),
     (r"\bH100\b|\bH800\b", 756.0),
@@ -53,6 +53,8 @@ _DENSE_TFLOPS = (
     (r"\bV100\b", 125.0),
     (r"\bT4\b", 65.0),
 )
+#: How the driver speaks of a GPU that does not answer any more.
+_LOST = ("GPU is lost", "fallen off the bus", "Unable to determine the device handle")
 #: Gigabytes per second that one PCIe lane carries in each direction (after encoding), by generation.
 _PCIE_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 #: Share of the PCIe link that a large pinned copy reached (57-62 GB/s of 63, gpu-measurements; 0.8 leaves room).
@@ -127,8 +129,9 @@ def explain_failure(returncode: int, output: str) -> str:
         return "nvidia-smi cannot reach the driver (is the kernel module loaded?)"
     if "No devices were found" in text:
         return "nvidia-smi found no devices"
-    if "GPU is lost" in text or "fallen off the bus" in text or "Unable to determine the device handle" in text:
-        return f"a GPU has fallen off the bus ({_first_line(output)})"
+    if any(word in text for word in _LOST):
+        line = next(line for line in output.splitlines() if any(word in line for word in _LOST))
+        return f"a GPU has fallen off the bus ({line.strip()})"
     if returncode == 124:
         return "nvidia-smi did not answer in time (a GPU or the driver hangs)"
     return f"nvidia-smi failed with status {returncode}: {_first_line(output) or 'no output'}"

@@ -205,6 +205,8 @@ class _Probe:
                 self.missing("gpus", reason + count)
             if answer.returncode == 127:
                 self.missing("driver_version", reason)
+        elif "Unable to determine the device handle" in answer.stdout + answer.stderr:
+            self.missing("gpus", gpus.explain_failure(answer.returncode, answer.stderr + "\n" + answer.stdout))
         self.driver_version = next((gpu["driver_version"] for gpu in found if gpu["driver_version"]), None)
         if self.driver_version is None:
             loaded = re.search(r"\s(\d{3}\.\d+(?:\.\d+)?)\s", self.text("proc/driver/nvidia/version") or "")

@@ -699,13 +699,11 @@ class _Planner:
             return "Set kvfleet_kv_pool_gib, or use a smaller model."
         need = weights * ranks
         usable = pools.usable_gpu_bytes(min(chosen, key=lambda gpu: int(gpu["memory_mib"])))
+        limit = human_bytes(0.75 * usable * ranks)
         for count in (2, 4, 8, 16):
             if count > ranks and shape.attention_heads % count == 0 and need / count < 0.75 * usable:
-                return f"Use {count} such GPUs, a quantised model, or a model below "
-                f"{human_bytes(0.75 * usable * ranks)} of weights."
-        return (
-            f"Use a quantised or smaller model (below {human_bytes(0.75 * usable * ranks)} of weights) or larger GPUs."
-        )
+                return f"Use {count} such GPUs, a quantised model, or a model below {limit} of weights."
+        return f"Use a quantised or smaller model (below {limit} of weights) or larger GPUs."
 
     def _prefill(self, draft: _Draft) -> float | None:
         own = draft.settings.get("prefill_tokens_per_s")
@@ -1173,6 +1171,13 @@ class _Planner:
                 {"unit": unit, "address": "127.0.0.1", "port": server["http_port"], "purpose": "LMCache HTTP"}
             )
         plan["host"]["listeners"] = listeners
+        if self.release.get("loopback_only") and address not in ("127.0.0.1", "localhost", "::1"):
+            self._error(
+                "KVF-NET-003",
+                f"Release {self.release.get('id')} has known weaknesses, so its API may listen on loopback only, not "
+                f"on {address}.",
+                "Set kvfleet_host: 127.0.0.1, or choose a kvfleet_release without them.",
+            )
         self._foreign_ports(listeners)
 
     def _foreign_ports(self, listeners: Sequence[Mapping[str, Any]]) -> None:
