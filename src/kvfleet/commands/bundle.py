@@ -69,7 +69,7 @@ def bundle(
         progress.update(task, visible=False)
     parts = made.index.parts
     console.print(
-        f"{made.index_path}: {'built' if made.built else 'unchanged'}, {made.index.size_bytes / 1e6:.0f} MB in "
+        f"{made.index_path}: {'built' if made.built else 'already complete'}, {made.index.size_bytes / 1e6:.0f} MB in "
         f"{len(parts)} {'part' if len(parts) == 1 else 'parts'}"
     )
     console.print(f"Carry it with: {made.index_path.name} {' '.join(part.name for part in parts)}")
