@@ -25,7 +25,7 @@ MODEL_SIZE = "small"
 MODEL_ON_HOST = "/data/models/tiny"
 TESTHOST = ROOT / "scripts" / "testhost"
 #: the engine's processes, the cache in RAM and the host itself
-NEEDED_MEMORY_BYTES = 7 * 1024**3
+NEEDED_MEMORY_GIB = 7
 
 console = Console(highlight=False)
 
@@ -52,9 +52,8 @@ def available_memory_bytes() -> int:
 def call(*command: str) -> None:
     """Run one of the project's own scripts; its own sentence explains a failure."""
     if subprocess.run(command, check=False).returncode:
-        die(
-            f"'{' '.join(Path(word).name for word in command)}' failed, its message stands above; run ./scripts/demo again."
-        )
+        failed = " ".join(Path(word).name for word in command)
+        die(f"'{failed}' failed, its message stands above; run ./scripts/demo again.")
 
 
 def ssh(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -109,12 +108,18 @@ class Progress:
         return f"[dim]{passed // 60:2d}:{passed % 60:02d}[/]"
 
 
-def newest_result() -> tuple[Path, dict[str, Any]]:
-    """The newest results file of the demo host."""
-    files = sorted((ROOT / "results" / HOST).glob("*.json"))
-    if not files:
-        die(f"there is no result of {HOST} under {ROOT / 'results'}: run site.yml with -e smoke_benchmark_force=true.")
-    return files[-1], json.loads(files[-1].read_text())
+def proof_on_host() -> dict[str, Any]:
+    """The host's own record of its last proof."""
+    record = ssh("cat", "/var/lib/kvfleet/proved.json")
+    if record.returncode:
+        die("the host has no record of a proof; run ./scripts/demo again.")
+    return dict(json.loads(record.stdout))
+
+
+def result_file(proof: Mapping[str, Any]) -> Path | None:
+    """The results file of that proof, when this checkout made it."""
+    path = ROOT / "results" / HOST / f"{proof['time']}-{proof['release']}.json"
+    return path if path.is_file() else None
 
 
 def main() -> None:
@@ -135,11 +140,9 @@ def deploy(profile: str) -> None:
     """Build what is missing, deploy, and print the summary."""
     if os.geteuid() != 0:
         die("a booted container and loop devices need root: run it with sudo.")
-    running = host_is_up()
-    if not running and available_memory_bytes() < NEEDED_MEMORY_BYTES:
-        die(
-            f"{available_memory_bytes() / 1024**3:.1f} GiB of memory are free, the demo needs 7: end something else first."
-        )
+    free_gib = available_memory_bytes() / 1024**3
+    if not host_is_up() and free_gib < NEEDED_MEMORY_GIB:
+        die(f"{free_gib:.1f} GiB of memory are free and the demo needs {NEEDED_MEMORY_GIB}: end something else first.")
     step(1, "Throw-away host: a booted systemd container with a system-like disk and an empty cache disk")
     call(str(TESTHOST), "up", HOST, "--reuse")
     step(2, "Model: random weights, real tokenizer, made here")
@@ -163,7 +166,8 @@ def summary(run: PlaybookRun) -> None:
         console.print("Run ./scripts/demo again, or look at the host with ./scripts/testhost ssh demo")
         sys.exit(4)
     plan = host.facts["kvfleet_plan"]
-    path, result = newest_result()
+    proof = proof_on_host()
+    path = result_file(proof)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -179,14 +183,16 @@ def summary(run: PlaybookRun) -> None:
         sizes.append(f"quota {disk['quota_gib']:g} of {disk['partition_gib']:g} GiB")
     table.add_row("plan", f"profile {plan['profile']}: {', '.join(sizes)}")
     table.add_row("changed", f"{len(host.changed)} of {host.executed} tasks in {run.seconds:.0f} s")
-    for proof in result["truth"]["instances"]:
-        table.add_row("first token", first_tokens(proof))
-    verdict = result["verdict"]
+    for tested in json.loads(path.read_text())["truth"]["instances"] if path else []:
+        table.add_row("first token", first_tokens(tested))
+    verdict = proof["verdict"]
     colour = {"pass": "green", "degrade": "yellow"}.get(verdict, "red")
-    since = "" if host.changed else f", unchanged since {result['time']}"
-    table.add_row("verdict", f"[bold {colour}]{verdict.upper()}[/]{since}")
-    table.add_row("report", str(ROOT / "results" / "report.html"))
-    table.add_row("figures", str(path))
+    table.add_row(
+        "verdict", f"[bold {colour}]{verdict.upper()}[/], proved {proof['time']}: {proof['deciding']['message']}"
+    )
+    if path:
+        table.add_row("report", str(ROOT / "results" / "report.html"))
+        table.add_row("figures", str(path))
     table.add_row("log in", "./scripts/testhost ssh demo")
     table.add_row("throw away", "./scripts/demo --down")
     console.print(table)
