@@ -81,7 +81,7 @@ def test_server_is_reserved_on_each_gpu_outside_the_utilisation():
 def test_model_that_does_not_fit_says_what_would():
     made = plan(host([gpu(0, 24564, name="NVIDIA GeForce RTX 4090")], 64), {**LLAMA_8B, "num_hidden_layers": 80})
     error = next(error for error in made["errors"] if error["code"] == "KVF-VRAM-001")
-    assert "Use 4 such GPUs" in error["fix"]
+    assert "Use 2 such GPUs" in error["fix"]
     assert error["fix"].endswith("of weights.")
 
 

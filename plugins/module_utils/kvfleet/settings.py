@@ -55,18 +55,11 @@ HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
 #: Public variables of other parts; the planner only has to know that they exist.
 OTHER_NAMES = frozenset(
     [
-        "kvfleet_templates_dir",
-        "kvfleet_plan",
         "kvfleet_host_facts_file",
         "kvfleet_model_config_file",
-        "kvfleet_user",
-        "kvfleet_group",
-        "kvfleet_results_dir",
-        "kvfleet_releases_file",
-        "kvfleet_locks_dir",
-        "kvfleet_wheelhouse",
-        "kvfleet_plan_dir",
-        "kvfleet_settings",
+        "kvfleet_plan",
+        "kvfleet_service_user",
+        "kvfleet_templates_dir",
     ]
 )
 
