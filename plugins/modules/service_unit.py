@@ -15,11 +15,18 @@ description:
   - The decision compares digests that the units record at every start, so a run that was interrupted between
     rendering and restarting is repaired by the next one.
 options:
+  state:
+    description:
+      - C(present) brings the units to what their files say.
+      - C(absent) stops, disables and removes every unit of ours and the target; nothing else on the host is touched.
+    type: str
+    choices: [present, absent]
+    default: present
   units:
-    description: Unit names in start order; a unit comes after those it needs.
+    description: Unit names in start order; a unit comes after those it needs. Required with O(state=present).
     type: list
     elements: str
-    required: true
+    default: []
   owned_prefixes:
     description:
       - Unit names that begin so are ours; those not in O(units) are stopped, disabled and removed, in this order.
@@ -51,6 +58,12 @@ EXAMPLES = r"""
     units: [kvfleet-lmcache@0.service, kvfleet-vllm@default.service]
     owned_prefixes: ["kvfleet-vllm@", "kvfleet-lmcache@"]
     target: kvfleet.target
+
+- name: Remove every unit of kvfleet
+  service_unit:
+    state: absent
+    owned_prefixes: ["kvfleet-vllm@", "kvfleet-lmcache@"]
+    target: kvfleet.target
 """
 
 RETURN = r"""
@@ -69,23 +82,39 @@ started:
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import KvfleetError
-from ansible.module_utils.kvfleet.unit_control import UnitControl, decide
+from ansible.module_utils.kvfleet.unit_control import UnitActions, UnitControl, decide
+
+
+def remove(module: AnsibleModule, control: UnitControl) -> None:
+    """Take every unit of ours away and end the module."""
+    actions = UnitActions(remove=control.strays([*module.params["owned_prefixes"], module.params["target"]], []))
+    actions.reload = bool(actions.remove)
+    try:
+        if not module.check_mode:
+            control.apply(actions, module.params["timeout_s"])
+    except KvfleetError as error:
+        module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
+    module.exit_json(changed=actions.any, actions=actions.describe(), started=[])
 
 
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
-            "units": {"type": "list", "elements": "str", "required": True},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+            "units": {"type": "list", "elements": "str", "default": []},
             "owned_prefixes": {"type": "list", "elements": "str", "default": []},
             "target": {"type": "str", "required": True},
             "helper": {"type": "path", "default": "/opt/kvfleet/libexec/kvfleet-unit"},
             "timeout_s": {"type": "float", "default": 1200},
             "settle_s": {"type": "float", "default": 3},
         },
+        required_if=[("state", "present", ("units",))],
         supports_check_mode=True,
     )
     options = module.params
     control = UnitControl(run_command, options["helper"])
+    if options["state"] == "absent":
+        remove(module, control)
     if module.check_mode and run_command(["test", "-x", options["helper"]]).returncode:
         # nothing is installed yet: everything would be started
         module.exit_json(
@@ -99,8 +128,7 @@ def main() -> None:
             control.apply(actions, options["timeout_s"])
             # a server that was restarted has taken its running instances along
             missing = [unit for unit in options["units"] if not control.state(unit).active]
-            for unit in missing:
-                control.apply(type(actions)(start=[unit]), options["timeout_s"])
+            control.apply(UnitActions(start=missing), options["timeout_s"])
             actions.start += missing
             control.settle(options["units"], options["settle_s"])
     except KvfleetError as error:

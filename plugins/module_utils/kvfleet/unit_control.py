@@ -116,7 +116,10 @@ class UnitControl:
     def strays(self, owned_prefixes: Sequence[str], wanted: Sequence[str]) -> list[str]:
         """Unit files of ours that are not wanted; an instance before the server that it needs."""
         found = [
-            path.name for prefix in owned_prefixes for path in sorted(self._unit_directory.glob(f"{prefix}*.service"))
+            path.name
+            for prefix in owned_prefixes
+            for path in sorted(self._unit_directory.glob(f"{prefix}*"))
+            if path.is_file()  # neither drop-in folders nor the .wants of the target
         ]
         return [name for name in found if name not in wanted]
 
