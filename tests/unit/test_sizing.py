@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 from planner_hosts import (
@@ -16,8 +17,10 @@ from planner_hosts import (
     plan,
 )
 
+from kvfleet.checkout import ROOT
 from kvfleet.core import services, sizing
-from kvfleet.core.pools import usable_gpu_bytes
+from kvfleet.core.models import kv_size, parse_config
+from kvfleet.core.pools import build_pool, usable_gpu_bytes
 
 H200 = {"mib": 143771, "name": "NVIDIA H200", "memory_reserved_mib": 616}
 
@@ -58,6 +61,25 @@ def test_pool_within_five_per_cent_of_the_engines_log(config, count, settings, s
     made = plan(h200(count), config, profile="gpu", max_model_len=8192, **settings)["instances"][0]
     assert made["gpu_kv_pool_bytes_per_rank"] / GIB == pytest.approx(seen_gib, rel=0.05)
     assert made["gpu_kv_tokens"] == pytest.approx(seen_tokens, rel=0.05)
+
+
+def test_cpu_pool_is_what_the_running_engine_tells():
+    # "CPU KV cache size: 21,760 tokens, Maximum concurrency for 8,192 tokens per request: 2.66x", vLLM 0.32
+    demo = {**TINY, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+    made = plan(host([], 24), demo, profile="gpu", kv_pool_gib=0.25, max_model_len=8192)["instances"][0]
+    assert (made["gpu_kv_tokens"], made["max_concurrency_at_max_len"]) == (21760, 2.66)
+
+
+def test_cpu_pool_against_the_engines_own_metric():
+    labels = (ROOT / "tests/data/metrics/vllm-0.32.0.txt").read_text()
+    blocks, tokens, concurrency = (
+        re.search(rf'vllm:cache_config_info{{.*{name}="([\d.]+)"', labels).group(1)
+        for name in ("num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency")
+    )
+    shape = parse_config(TINY)
+    pool = build_pool(shape, kv_size(shape), int(blocks) * 128 * 16384, 7680, 128, True, 2048)
+    assert (pool.blocks, pool.tokens) == (int(blocks), int(tokens))
+    assert pool.max_concurrency == pytest.approx(float(concurrency))
 
 
 def test_usable_memory_is_what_torch_shows():

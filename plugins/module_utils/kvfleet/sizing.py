@@ -438,7 +438,7 @@ class _Planner:
         if profile != "gpu" and self.mode == "none":
             raise KvfleetError(
                 Finding(
-                    "KVF-REL-040",
+                    "KVF-PLAN-001",
                     f"Instance {own.name}: release {self.release.get('id')} has no LMCache, so profile {profile} is "
                     "impossible.",
                     "Set kvfleet_profile: gpu, or choose another kvfleet_release.",
