@@ -145,3 +145,8 @@ def test_line_and_explanation_are_for_people():
     record = sample_results.record("h", "20261129T090000Z", "disk", findings=[sample_results.FINDING])
     assert history.line(record).startswith("h  release cu13-0.32.0-0.5.6  profile disk  FAIL  ")
     assert "wipe the tier" in history.explanation(record)
+
+
+def test_figures_that_json_has_not_are_kept_as_unknown(tmp_path):
+    path = history.store(tmp_path, {**passing("20261129T090000Z"), "odd": [float("nan"), {"x": float("inf")}, 1.5]})
+    assert json.loads(path.read_text())["odd"] == [None, {"x": None}, 1.5]

@@ -273,3 +273,29 @@ def test_a_slow_host_gets_a_shorter_prompt_and_a_note():
     assert codes(result) == []
     assert result["prompt_tokens"] == 2 * CHUNK + 48
     assert any("shortened" in note for note in result["notes"])
+
+
+def test_logprobs_that_are_no_numbers_are_another_answer():
+    # what vLLM 0.32 sends for a prompt whose cached KV was overwritten with noise: null
+    events = [
+        (
+            1.0,
+            {
+                "choices": [
+                    {"text": "x", "logprobs": {"tokens": ["token_id:0"], "top_logprobs": [{"token_id:0": None}]}}
+                ]
+            },
+        )
+    ]
+    engine = type("Engine", (), {"base_url": "http://stub", "stream": lambda *_: events})()
+    damaged = truth.completion(engine, "tiny", [1, 2], "salt")
+    found = truth.compare(answer([0], [{0: -1.0}]), damaged, LOOSE)
+    assert not found.same
+    assert "not numbers" in found.reason
+
+
+@pytest.mark.parametrize("event", [[], {"choices": [3]}, {"choices": [{"logprobs": {"tokens": ["x"]}}]}])
+def test_odd_events_are_a_broken_answer(event):
+    engine = type("Engine", (), {"base_url": "http://stub", "stream": lambda *_: [(1.0, event)]})()
+    with pytest.raises(HttpFailure, match="odd event"):
+        truth.completion(engine, "tiny", [1, 2], "salt")

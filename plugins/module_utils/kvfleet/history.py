@@ -75,7 +75,7 @@ def store(results_dir: Path, record: Mapping[str, Any]) -> Path:
     """
     folder = results_dir / safe_name(str(record["host"]))
     stem = f"{record['time']}-{safe_name(str(record['release']))}"
-    text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    text = json.dumps(_finite(record), indent=1, sort_keys=True, allow_nan=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".{stem}.{os.getpid()}"
@@ -100,6 +100,17 @@ def store(results_dir: Path, record: Mapping[str, Any]) -> Path:
     raise refuse(
         "KVF-BENCH-033", f"{folder} holds a thousand results of the same second.", "Check the controller's clock."
     )
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with ``None`` for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value
 
 
 def load_records(results_dir: Path, host: str | None = None) -> list[dict[str, Any]]:

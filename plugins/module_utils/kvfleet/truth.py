@@ -8,6 +8,7 @@ from the engine's own pool: vLLM's ``skip_reading_prefix_cache`` would switch th
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -112,6 +113,9 @@ def compare(reference: Completion, other: Completion, tolerance: Tolerance) -> C
         difference = _alternatives_difference(reference.alternatives[position], other.alternatives[position])
         if difference > worst:
             worst, worst_at = difference, position
+    if math.isinf(worst):
+        reason = f"log-probabilities at token {worst_at} are missing or not numbers"
+        return Comparison(False, False, False, first, worst, reason)
     near_tie = False
     if first is not None:
         gap = max(
@@ -134,7 +138,7 @@ def compare(reference: Completion, other: Completion, tolerance: Tolerance) -> C
 
 def _alternatives_difference(left: Mapping[int, float], right: Mapping[int, float]) -> float:
     """Largest difference between two lists of alternatives (see :func:`compare` for those that one side lacks)."""
-    if not left or not right:
+    if not left or not right or any(math.isnan(value) for value in (*left.values(), *right.values())):
         return float("inf")
     worst = 0.0
     for mine, theirs in ((left, right), (right, left)):
@@ -248,18 +252,17 @@ def completion(
     prompt_tokens = len(prompt)
     for elapsed, event in engine.stream("/v1/completions", body, timeout_s):
         last_s = elapsed
-        usage = event.get("usage")
-        if usage:
+        try:
+            usage = event.get("usage") or {}
             prompt_tokens = int(usage.get("prompt_tokens", prompt_tokens))
-        for choice in event.get("choices") or ():
-            listed = choice.get("logprobs") or {}
-            if first_s is None and (choice.get("text") or listed.get("tokens")):
-                first_s = elapsed
-            tokens += [_token_id(name) for name in listed.get("tokens") or ()]
-            alternatives += [
-                {_token_id(name): float(value) for name, value in (entry or {}).items()}
-                for entry in listed.get("top_logprobs") or ()
-            ]
+            for choice in event.get("choices") or ():
+                listed = choice.get("logprobs") or {}
+                if first_s is None and (choice.get("text") or listed.get("tokens")):
+                    first_s = elapsed
+                tokens += [_token_id(name) for name in listed.get("tokens") or ()]
+                alternatives += [_alternatives(entry) for entry in listed.get("top_logprobs") or ()]
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise HttpFailure("broken", f"{engine.base_url}/v1/completions: an odd event: {event!r:.200}") from error
     if first_s is None or not tokens:
         raise HttpFailure("broken", f"{engine.base_url}/v1/completions: the answer holds no token")
     if len(tokens) != len(alternatives):
@@ -268,6 +271,11 @@ def completion(
             f"{engine.base_url}: {len(tokens)} tokens but {len(alternatives)} lists of log-probabilities",
         )
     return Completion(tuple(tokens), tuple(alternatives), first_s * 1000, last_s * 1000, prompt_tokens)
+
+
+def _alternatives(entry: Mapping[str, Any] | None) -> dict[int, float]:
+    """One position's alternatives; a damaged cache makes NaN, which the server writes as ``null``."""
+    return {_token_id(name): float("nan") if value is None else float(value) for name, value in (entry or {}).items()}
 
 
 def _token_id(name: str) -> int:
@@ -501,8 +509,9 @@ class InstanceProof:
     def _compare(self, where: str, cold: Completion, repeat: Completion) -> None:
         found = compare(cold, repeat, self.tolerance)
         known = self.result["max_logprob_difference"]
-        worst = found.max_logprob_difference if known is None else max(known, found.max_logprob_difference)
-        self.result["max_logprob_difference"] = worst
+        worst = max(known or 0.0, found.max_logprob_difference)
+        # JSON has no infinity
+        self.result["max_logprob_difference"] = worst if math.isfinite(worst) else None
         self.result["identical"] = bool(found.same and self.result["identical"] in (None, True))
         if found.same and not found.identical:
             self.notes.append(
@@ -514,7 +523,7 @@ class InstanceProof:
                 "KVF-BENCH-008",
                 f"Served from {where}, the same prompt gives another answer: {found.reason}.",
                 "Do not serve from this cache: wipe the tier, and check versions, dtype and the disk's health.",
-                max_logprob_difference=found.max_logprob_difference,
+                max_logprob_difference=self.result["max_logprob_difference"],
             )
 
     # -- displacing the pool, waiting for stores ------------------------------------------------------------------
