@@ -66,7 +66,9 @@ def test_pool_within_five_per_cent_of_the_engines_log(config, count, settings, s
 def test_cpu_pool_is_what_the_running_engine_tells():
     # "CPU KV cache size: 21,760 tokens, Maximum concurrency for 8,192 tokens per request: 2.66x", vLLM 0.32
     demo = {**TINY, "hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
-    made = plan(host([], 24), demo, profile="gpu", kv_pool_gib=0.25, max_model_len=8192)["instances"][0]
+    made = plan(host([], 24), demo, profile="gpu", kv_pool_gib=0.25, max_model_len=8192, dtype="float32")["instances"][
+        0
+    ]
     assert (made["gpu_kv_tokens"], made["max_concurrency_at_max_len"]) == (21760, 2.66)
 
 
