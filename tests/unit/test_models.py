@@ -8,6 +8,7 @@ from kvfleet.core.findings import KvfleetError
 from kvfleet.core.models import (
     check_tensor_parallel,
     kv_size,
+    loaded_weight_bytes,
     parse_config,
     read_model,
     resolve_dtype,
@@ -418,6 +419,17 @@ def test_float32_checkpoints_run_in_sixteen_bits():
     assert resolve_dtype(shape) == "bfloat16"
     assert kv_size(shape).per_token == 12 * 12 * 128 * 2
     assert kv_size(shape, dtype="float32").per_token == 12 * 12 * 128 * 4
+
+
+def test_weights_are_counted_in_the_engines_format():
+    gpt2 = parse_config(PLAIN_MODELS["GPT-2"][0])
+    # its file on the hub: 548 MB in 32 bits
+    assert loaded_weight_bytes(gpt2, 548_105_171) == pytest.approx(274e6, rel=0.01)
+    assert loaded_weight_bytes(gpt2, 548_105_171, "float32") == 548_105_171
+    llama = parse_config(PLAIN_MODELS["Llama-3-8B"][0])
+    assert loaded_weight_bytes(llama, 16_060_522_496) == 16_060_522_496
+    assert loaded_weight_bytes(llama, 0) == pytest.approx(16.06e9, rel=0.01)
+    assert loaded_weight_bytes(llama, 0, "float32") == pytest.approx(32.12e9, rel=0.01)
 
 
 def test_weights_per_rank_divide_but_latent_projections_stay():

@@ -95,7 +95,8 @@ def test_usable_memory_is_what_torch_shows():
 def test_server_is_reserved_on_each_gpu_outside_the_utilisation():
     small = host([gpu(0, 15360, name="Tesla T4")], 64)
     made = plan(small, TINY)["instances"][0]
-    assert made["gpu_memory_utilization"] < 0.92
+    # 14.7 GiB usable, 0.66 of them for the server
+    assert made["gpu_memory_utilization"] == pytest.approx(0.92 - 0.66 / 14.7, abs=0.011)
     alone = plan(small, TINY, profile="gpu")["instances"][0]
     assert alone["gpu_memory_utilization"] == 0.92
     refused = plan(small, TINY, gpu_memory_utilization=0.97)
@@ -380,6 +381,35 @@ def two(first, second):
 def test_sharing(instances, code):
     made = plan(host(2), instances=instances)
     assert codes(made["errors"]) == ({code} if code else set())
+
+
+def test_keys_that_cannot_tell_formats_apart():
+    same = two({"gpus": [0]}, {"gpus": [1]})
+    assert plan(host(2), instances=same)["errors"] == []
+    assert codes(plan(host(2), instances=two({"gpus": [0]}, {"gpus": [1], "kv_cache_dtype": "fp8"}))["errors"]) == {
+        "KVF-MODEL-019"
+    }
+    # the keys hold the number of ranks, and an instance without a tier stores nothing
+    assert plan(host(3), instances=two({"gpus": [0]}, {"gpus": [1, 2]}))["errors"] == []
+    alone = two({"gpus": [0]}, {"gpus": [1], "kv_cache_dtype": "fp8", "profile": "gpu"})
+    assert plan(host(2), instances=alone)["errors"] == []
+
+
+def test_fewer_ranks_than_gpus():
+    made = plan(host(8), tensor_parallel_size=2)
+    assert [gpu["index"] for gpu in made["instances"][0]["gpus"]] == [0, 1]
+    assert "KVF-GPU-009" in codes(made["warnings"])
+    assert codes(plan(host(2), tensor_parallel_size=3)["errors"]) == {"KVF-MODEL-007"}
+    assert codes(plan(host(2), tensor_parallel_size=4)["errors"]) == {"KVF-GPU-006"}
+
+
+def test_memory_that_others_hold_on_a_gpu():
+    taken = host([gpu(0, memory_used_mib=40000)])
+    error = next(error for error in plan(taken)["errors"] if error["code"] == "KVF-VRAM-005")
+    assert "39.1 GiB of GPU 0" in error["message"]
+    assert plan(taken, gpu_memory_utilization=0.4)["errors"] == []
+    ours = host([gpu(0, memory_used_mib=70000)], kvfleet={"units": ["kvfleet-vllm@default.service"], "memory_bytes": 0})
+    assert plan(ours)["errors"] == []
 
 
 def test_ports_never_collide_with_each_other():

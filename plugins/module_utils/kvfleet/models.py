@@ -489,6 +489,22 @@ def resolve_dtype(shape: ModelShape, dtype: str = "auto") -> str:
     return "bfloat16" if shape.dtype in ("float32", "float") else shape.dtype
 
 
+def loaded_weight_bytes(shape: ModelShape, file_bytes: int, dtype: str = "auto") -> int:
+    """Bytes of the weights in memory: files hold them in their own format, the engine converts to its ``dtype``.
+
+    ``file_bytes`` 0 means that only ``config.json`` is known. Quantised weights stay as they are. 0 when nothing is
+    known.
+    """
+    size = file_bytes or shape.weight_bytes_from_shape or 0
+    if not size or not shape.parameters or shape.quantization:
+        return size
+    stored = size / shape.parameters
+    # a checkpoint in 16 or 32 bits; towers of multimodal models shift the quotient a little
+    if not 1.5 <= stored <= 5:
+        return size
+    return int(size * DTYPE_BYTES[resolve_dtype(shape, dtype)] / (4 if stored > 3 else 2))
+
+
 def weights_per_rank(shape: ModelShape, weight_bytes: int, tensor_parallel_size: int) -> int:
     """Bytes of weights on one rank: everything divides but the replicated part (latent projections, extra KV heads)."""
     if tensor_parallel_size == 1:

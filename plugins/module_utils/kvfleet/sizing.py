@@ -20,6 +20,7 @@ from .models import (
     ModelShape,
     check_tensor_parallel,
     kv_size,
+    loaded_weight_bytes,
     parse_config,
     resolve_dtype,
     weights_per_rank,
@@ -324,31 +325,8 @@ class _Planner:
         model = self.models[str(path)]
         shape = parse_config(model["config"], str(path))
         self.warnings.extend(shape.notes)
-        chosen = (
-            gpus.select_gpus(self.host.get("gpus") or [], own.get("gpus", "all"), own.name)
-            if self.accelerator == "cuda"
-            else []
-        )
-        if self.accelerator == "cpu" and own.get("gpus", "all") not in ("all", []):
-            raise KvfleetError(
-                Finding(
-                    "KVF-GPU-004",
-                    f"Instance {own.name} names GPUs {own.get('gpus')}, but this host shows none"
-                    + self._why_no_gpus()
-                    + ".",
-                    "Repair the driver, or leave gpus out to serve on the CPU.",
-                )
-            )
-        if self.accelerator == "cuda" and not chosen:
-            raise KvfleetError(
-                Finding(
-                    "KVF-GPU-005",
-                    f"Instance {own.name} has an empty list of GPUs.",
-                    "Set gpus to indices, UUIDs or all.",
-                )
-            )
-        ranks = self._ranks(own, chosen)
-        check_tensor_parallel(shape, ranks, own.name)
+        chosen = self._chosen_gpus(own)
+        ranks = self._ranks(own, shape, chosen)
         profile = self._profile(own, shape)
         hybrid = self._hybrid_manager(shape, profile)
         kv_dtype = own.get("kv_cache_dtype", "auto")
@@ -366,7 +344,7 @@ class _Planner:
         )
         reasons: dict[str, str] = {}
         chunk = self._chunk(own, block, kv, profile, reasons)
-        weights = int(model.get("weight_bytes") or shape.weight_bytes_from_shape or 0)
+        weights = loaded_weight_bytes(shape, int(model.get("weight_bytes") or 0), own.get("dtype", "auto"))
         if not weights:
             raise KvfleetError(
                 Finding(
@@ -419,8 +397,46 @@ class _Planner:
                 return f" ({entry.get('reason')})"
         return ""
 
-    def _ranks(self, own: InstanceSettings, chosen: Sequence[Mapping[str, Any]]) -> int:
+    def _chosen_gpus(self, own: InstanceSettings) -> list[dict[str, Any]]:
+        """The instance's GPUs; a tensor parallel size below all GPUs of the host takes the first ones."""
+        wanted = own.get("gpus", "all")
+        if self.accelerator == "cpu":
+            if wanted not in ("all", []):
+                raise KvfleetError(
+                    Finding(
+                        "KVF-GPU-004",
+                        f"Instance {own.name} names GPUs {wanted}, but this host shows none{self._why_no_gpus()}.",
+                        "Repair the driver, or leave gpus out to serve on the CPU.",
+                    )
+                )
+            return []
+        ranks = own.get("tensor_parallel_size")
+        available = self.host.get("gpus") or []
+        if wanted == "all" and ranks and ranks < len(available):
+            first = sorted(available, key=lambda gpu: int(gpu["index"]))[: int(ranks)]
+            self._warn(
+                "KVF-GPU-009",
+                f"Instance {own.name} uses {ranks} of this host's {len(available)} GPUs (tensor_parallel_size "
+                f"{ranks}).",
+                "List gpus in kvfleet_instances to give the others an instance.",
+                gpus=len(available),
+                tensor_parallel_size=ranks,
+            )
+            return gpus.select_gpus(available, [gpu["uuid"] for gpu in first], own.name)
+        chosen = gpus.select_gpus(available, wanted, own.name)
+        if not chosen:
+            raise KvfleetError(
+                Finding(
+                    "KVF-GPU-005",
+                    f"Instance {own.name} has an empty list of GPUs.",
+                    "Set gpus to indices, UUIDs or all.",
+                )
+            )
+        return chosen
+
+    def _ranks(self, own: InstanceSettings, shape: ModelShape, chosen: Sequence[Mapping[str, Any]]) -> int:
         ranks = int(own.get("tensor_parallel_size") or max(1, len(chosen)))
+        check_tensor_parallel(shape, ranks, own.name)
         if ranks != max(1, len(chosen)):
             what = f"{len(chosen)} GPUs" if chosen else "the CPU, which is one rank"
             raise KvfleetError(
@@ -659,11 +675,12 @@ class _Planner:
         highest = pools.largest_utilization(usable, server, ranks)
         utilization = own.get("gpu_memory_utilization")
         if utilization is None:
-            utilization = min(pools.DEFAULT_UTILIZATION, highest)
+            share = math.floor((pools.DEFAULT_UTILIZATION - server / usable) * 100 + 1e-6) / 100
+            utilization = min(share, highest)
             reasons["gpu_memory_utilization"] = (
-                "vLLM's default"
-                if utilization == pools.DEFAULT_UTILIZATION
-                else "what the CUDA context and the LMCache server leave"
+                "vLLM's default" + (f" less the LMCache server's {human_bytes(server)}" if server else "")
+                if utilization == share
+                else "what CUDA, NCCL and the LMCache server leave"
             )
         else:
             reasons["gpu_memory_utilization"] = "set by the user"
@@ -679,6 +696,7 @@ class _Planner:
                     utilization=utilization,
                     highest=highest,
                 )
+        self._foreign_memory(own, chosen, utilization)
         step = pools.step_bytes(shape, in_flight, max_seqs, ranks)
         graphs = 0 if own.get("enforce_eager", False) else pools.graph_bytes(shape)
         other = pools.NON_TORCH_BYTES
@@ -693,6 +711,24 @@ class _Planner:
             + (f"; the LMCache server takes {human_bytes(server)} outside of it" if server else "")
         )
         return float(utilization), room
+
+    def _foreign_memory(self, own: InstanceSettings, chosen: Sequence[Mapping[str, Any]], utilization: float) -> None:
+        """vLLM does not start on a GPU that others use; what our own running units use is left out of the question."""
+        if (self.host.get("kvfleet") or {}).get("units"):
+            return
+        for gpu in chosen:
+            used = int(gpu.get("memory_used_mib") or 0) * MIB
+            usable = pools.usable_gpu_bytes(gpu)
+            if usable - used < utilization * usable + pools.ENGINE_CONTEXT_BYTES:
+                self._error(
+                    "KVF-VRAM-005",
+                    f"Instance {own.name}: other processes hold {human_bytes(used)} of GPU {gpu['index']}, so "
+                    f"{utilization:g} of its {human_bytes(usable)} is not free.",
+                    "Stop them (nvidia-smi lists them), choose other gpus, or set kvfleet_gpu_memory_utilization "
+                    "lower.",
+                    gpu=gpu["index"],
+                    used_bytes=used,
+                )
 
     def _vram_fix(self, shape: ModelShape, chosen: Sequence[Mapping[str, Any]], weights: int, ranks: int) -> str:
         if not chosen:
@@ -747,7 +783,7 @@ class _Planner:
                 f"{len(drafts)} instances share the CPUs of this host.",
                 "Use one instance on a host without GPUs, unless slow answers are fine.",
             )
-        # servers hold one chunk size for all their instances
+        # servers hold one chunk size for all their instances, and their keys know the model's path but not its format
         for draft in drafts:
             if draft.profile != "gpu" and self.mode == "mp":
                 draft.server = numa.server_name(draft.nodes)
@@ -760,6 +796,21 @@ class _Planner:
                     f"{', '.join(map(str, sorted(sizes)))}.",
                     "Set kvfleet_chunk_tokens once for the host.",
                 )
+            formats: dict[str, tuple[str, str]] = {}
+            for draft in drafts:
+                if draft.server != name:
+                    continue
+                path = str(draft.settings.get("model")).rstrip("/")
+                own = (draft.kv.dtype, resolve_dtype(draft.shape, draft.settings.get("dtype", "auto")))
+                if formats.setdefault(path, own) != own:
+                    self._error(
+                        "KVF-MODEL-019",
+                        f"LMCache server {name}: {path} is served in different number formats ({' and '.join(own)} "
+                        "beside "
+                        f"{' and '.join(formats[path])}), which its keys cannot tell apart.",
+                        "Give these instances the same kv_cache_dtype and dtype, or a copy of the model under "
+                        "another path.",
+                    )
 
     # --- RAM ---
 
