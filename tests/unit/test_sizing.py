@@ -135,6 +135,19 @@ def test_pool_with_windows_counts_groups_as_vllm_does():
     assert made["chunk_bytes_per_rank"] == 256 * 73728
 
 
+def test_more_local_than_global_layers_need_more_block_tables():
+    # Gemma 3 27B: 10 global and 52 local layers make groups of 10, so six tables for the local ones
+    gemma = {
+        "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, "sliding_window": 1024,
+        "vocab_size": 262208, "torch_dtype": "bfloat16", "max_position_embeddings": 131072,
+    }  # fmt: skip
+    made = plan(h200(1), gemma, profile="gpu", kv_pool_gib=20, max_model_len=131072)["instances"][0]
+    blocks = 20 * GIB // (10 * 16 * 16 * 2 * 128 * 2)
+    local = -(-(1023 + 8192) // 16) + 1
+    assert made["gpu_kv_tokens"] == int(blocks / (8192 + 6 * local) * 131072)
+
+
 # --- buffers and RAM ----------------------------------------------------------------------------------------------
 
 
@@ -489,8 +502,9 @@ def test_computed_values_stay_while_they_fit():
 
 
 def test_memory_of_our_own_units_counts_as_free():
-    idle = plan(host([], 8, 7.0), TINY, kv_pool_gib=0.25)
-    running = host([], 8, 3.0, kvfleet={"units": ["kvfleet-lmcache@0.service"], "memory_bytes": 4 * GIB})
+    idle = plan(host([], 32, 14), TINY, kv_pool_gib=0.25)
+    assert idle["instances"][0]["buffer_gib_per_gpu"] == 4
+    running = host([], 32, 8, kvfleet={"units": ["kvfleet-lmcache@0.service"], "memory_bytes": 6 * GIB})
     assert plan(running, TINY, kv_pool_gib=0.25)["fingerprint"] == idle["fingerprint"]
 
 
