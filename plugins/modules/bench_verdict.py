@@ -106,6 +106,10 @@ better_profile:
   description: The profile that served the same load better on this host, when offload costs; else null.
   returned: always
   type: str
+measured:
+  description: Per instance C(prefill_tokens_per_s) and C(decode_ms_per_token), for later plans.
+  returned: always
+  type: dict
 shapes:
   description: Per instance the sizes of its load, for the next proof to keep.
   returned: always
@@ -173,6 +177,10 @@ def main() -> None:
         time=record["time"],
         payoff=payoff,
         better_profile=history.better_profile(record, earlier) if payoff["state"] == "costs" else None,
+        measured={
+            entry["name"]: {key: entry.get(key) for key in ("prefill_tokens_per_s", "decode_ms_per_token")}
+            for entry in truth.get("instances") or ()
+        },
         shapes={entry["name"]: entry.get("shape") or {} for entry in (load or {}).get("instances") or ()},
         line=history.line(record),
         text=history.explanation(record),

@@ -247,3 +247,8 @@ def test_profiles_make_their_own_loads():
         load.plan_runs("long", room, None, 1, 70, False, 1, ())
     custom = [{"dataset": "random", "requests": 2, "output_tokens": 4, "input_tokens": 50}]
     assert load.plan_runs("custom", room, None, 1, 70, False, 1, custom).runs[0].requests == 2
+
+
+def test_a_disk_tier_that_no_warm_run_used_is_said(setting):
+    _, _, _, runner = setting
+    assert any("nothing about the disk tier" in note for note in runner.run(plan(COLD, WARM))["notes"])

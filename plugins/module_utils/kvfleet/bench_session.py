@@ -25,12 +25,21 @@ LOCK_PATH = Path("/run/kvfleet/bench.lock")
 #: script's own entry point once per run. It waits for a line before each run (the caller reads counters in between)
 #: and announces its steps on the descriptor given as its argument, apart from the tool's output.
 DRIVER = r"""
-import json, os, sys, traceback
+import json, os, queue, sys, threading, traceback
 report = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+orders = queue.Queue()
+
+def read_orders():
+    for line in sys.stdin:
+        orders.put(line)
+    # whoever gave the orders is gone: a load must not outlive it
+    os._exit(0)
+
+threading.Thread(target=read_orders, daemon=True).start()
 from vllm.entrypoints.cli.main import main
 print(json.dumps({"ready": True}), file=report)
-for line in sys.stdin:
-    sys.argv = ["vllm", *json.loads(line)]
+while True:
+    sys.argv = ["vllm", *json.loads(orders.get())]
     status = 0
     try:
         main()

@@ -115,6 +115,7 @@ class InstanceLoad:
         self.clock = clock
         self.salt = f"{SALT_PREFIX}{(rng or random.SystemRandom()).getrandbits(64):016x}"
         self.findings: list[Finding] = []
+        self.notes: list[str] = []
 
     def room(self) -> Capacity:
         """The instance's room as its plan and its running engine tell it. Raises :class:`HttpFailure`."""
@@ -124,10 +125,12 @@ class InstanceLoad:
     def run(self, plan: LoadPlan) -> dict[str, Any]:
         """Every run of ``plan`` in order; stops at the first that failed, since later ones build on it."""
         runs: list[dict[str, Any]] = []
+        self.notes = list(plan.notes)
         try:
             for run in plan.runs:
                 runs.append(self._one(run))
             self._check_where_files_lie(runs)
+            self._note_unused_disk(plan, runs)
         except KvfleetError as refusal:
             self.findings += refusal.findings
         except HttpFailure as failure:
@@ -136,7 +139,7 @@ class InstanceLoad:
             "name": self.instance["name"],
             "profile": self.instance["profile"],
             "salt": self.salt,
-            "notes": list(plan.notes),
+            "notes": self.notes,
             "scale": plan.scale,
             "shape": bench.shape_of(plan),
             "runs": runs,
@@ -200,6 +203,16 @@ class InstanceLoad:
             buffer_needed_gib=run.working_set_tokens * per_rank / 1024**3,
             max_num_seqs=int(self.instance["max_num_seqs"]),
         )
+
+    def _note_unused_disk(self, plan: LoadPlan, runs: Sequence[Mapping[str, Any]]) -> None:
+        """Say so when the RAM tier held everything: such a load measured no disk."""
+        warm = [run for run in runs if run["run"]["phase"] == "warm"]
+        if self.instance["profile"] == "disk" and warm and not any(run["tokens"]["tier_disk"] for run in warm):
+            working_set = max(run.working_set_tokens for run in plan.runs)
+            self.notes.append(
+                f"the RAM tier held the whole working set of {working_set} tokens: these figures say nothing "
+                "about the disk tier"
+            )
 
     def _check_where_files_lie(self, runs: Sequence[Mapping[str, Any]]) -> None:
         """KVF-BENCH-034 when the disk tier's files lie on the root file system, or the load made that grow.

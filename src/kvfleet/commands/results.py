@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvfleet import results as selection
 from kvfleet.checkout import ROOT
@@ -38,7 +38,15 @@ def list_results(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return 0
-    table = Table("id", "profile", "load", "verdict", "deciding figure", box=None, pad_edge=False)
+    table = Table(
+        Column("id", no_wrap=True, overflow="fold"),
+        "profile",
+        "load",
+        "verdict",
+        "deciding figure",
+        box=None,
+        pad_edge=False,
+    )
     for row in rows:
         style = _STYLES.get(row["verdict"], "")
         table.add_row(row["id"], row["plan_profile"], row["profile"], f"[{style}]{row['verdict']}[/]", row["deciding"])
