@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 
-from kvfleet import bundles, locks
+from kvfleet import bundles, debs, locks
 from kvfleet.core.bundlefile import JoinedParts, read_index, read_manifest, unpack, unpacked, verify_parts
+from kvfleet.core.command import CommandResult
 from kvfleet.core.findings import KvfleetError
 from kvfleet.core.lockfile import (
     Lock,
@@ -511,3 +513,74 @@ def test_a_folder_without_a_manifest_has_none(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) is None
     (tmp_path / "manifest.json").write_text("[]")
     assert read_manifest(tmp_path) is None
+
+
+# ------------------------------------------------------------------------------------------ Debian packages
+
+# the form of apt-get --simulate install on Debian 12 with an empty status file; libcrypt1 stands there for its epoch
+SIMULATED = """Reading package lists...
+The following NEW packages will be installed:
+  gcc-12-base libc6 libcrypt1 libgcc-s1 libnuma1
+Inst gcc-12-base (12.2.0-14+deb12u1 Debian:12.12/oldstable [amd64])
+Inst libcrypt1 (1:4.4.33-2 Debian:12.12/oldstable [amd64]) []
+Inst libc6 (2.36-9+deb12u13 Debian:12.12/oldstable [amd64]) []
+Inst libnuma1 (2.0.16-1 Debian:12.12/oldstable [amd64])
+Conf libnuma1 (2.0.16-1 Debian:12.12/oldstable [amd64])
+"""
+
+
+def test_packages_are_fetched_with_what_they_depend_on_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFLEET_CACHE", str(tmp_path))
+    monkeypatch.setattr(debs, "own_suite", lambda: "bookworm")
+    fetched: list[list[str]] = []
+
+    def run(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
+        if "--simulate" in argv:
+            return CommandResult(0, SIMULATED, "")
+        names = list(argv[argv.index("download") + 1 :])
+        fetched.append(names)
+        for name, version in (word.split("=") for word in names):
+            # as apt names its files
+            (Path(argv[2]) / f"{name}_{version.replace(':', '%3a')}_amd64.deb").write_text("")
+        return CommandResult(0, "", "")
+
+    row = {"system_packages": {"debian": ["libnuma1"]}}
+    found = debs.collect(row, "bookworm", run)
+    assert [path.name.split("_")[0] for path in found] == ["gcc-12-base", "libc6", "libcrypt1", "libnuma1"]
+    assert "libcrypt1=1:4.4.33-2" in fetched[0]
+    assert debs.collect(row, "bookworm", run) == found
+    assert len(fetched) == 1
+
+
+def test_a_suite_of_another_system_and_an_empty_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(debs, "own_suite", lambda: "bookworm")
+    with pytest.raises(
+        KvfleetError, match=r"KVF-REL-065.*noble is neither a folder nor this machine's suite \(bookworm\)"
+    ):
+        debs.collect({}, "noble")
+    with pytest.raises(KvfleetError, match=r"KVF-REL-065.*holds no \.deb"):
+        debs.collect({}, str(tmp_path))
+    failing = lambda *_argv, **_options: CommandResult(100, "", "E: Unable to locate package x")  # noqa: E731
+    with pytest.raises(KvfleetError, match=r"KVF-REL-065.*Unable to locate package x"):
+        debs.collect({"system_packages": {"debian": ["x"]}}, "bookworm", failing)
+
+
+def test_a_bundle_carries_debian_packages_and_says_so(cached: dict[str, Any], tmp_path: Path) -> None:
+    deb = tmp_path / "libnuma1_2.0.16-1_amd64.deb"
+    deb.write_bytes(b"deb")
+    bundle = build(cached, tmp_path / "out", debs=[deb])
+    assert bundle.index.debs == (deb.name,)
+    assert read_index(stubs.load_json(bundle.index_path), "index").debs == (deb.name,)
+    unpack(bundle.index, tmp_path / "out", tmp_path / "target", tmp_path / "store")
+    assert (tmp_path / "target" / "debs" / deb.name).read_bytes() == b"deb"
+
+
+def test_the_suite_is_read_from_os_release(tmp_path: Path) -> None:
+    path = tmp_path / "os-release"
+    path.write_text('NAME="Debian GNU/Linux"\nVERSION_CODENAME=bookworm\n')
+    assert debs.own_suite(path) == "bookworm"
+    assert debs.own_suite(tmp_path / "none") is None

@@ -327,20 +327,39 @@ def test_the_environment_of_root_does_not_reach_uv(host: Host, monkeypatch: pyte
 
 
 def test_the_bundles_debian_packages_are_installed_only_when_one_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "a.deb").write_text("")
+    """Versions are compared by the real dpkg; apt itself is only watched."""
+    for name in ("libnuma1_2.0.16-1_amd64.deb", "libc6_2.36-9_amd64.deb", "gcc_4%3a12.2.0-3_amd64.deb"):
+        (tmp_path / name).write_text("")
     calls: list[list[str]] = []
-    installed = ""
+    asked: list[str] = []
+    # what dpkg-query prints for all packages: libc6 newer than the bundle's, gcc with the same epoch and version
+    everything = "libc6 installed 2.36-9+deb12u10\ngcc installed 4:12.2.0-3\nold config-files 1\n"
 
     def run(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
+        if argv[0] == "dpkg-query":
+            return CommandResult(1, "".join(asked) if "${Version}" not in argv[-1] else everything, "")
+        if argv[0] == "dpkg":
+            return run_command(argv)
         calls.append(list(argv))
-        return CommandResult(1 if argv[0] == "dpkg-query" else 0, installed, "")
+        return CommandResult(0, "", "")
 
     assert engine.install_debs(tmp_path, ["libnuma1"], run) is True
-    assert "--no-download" in calls[-1]
-    assert calls[-1][-1] == str(tmp_path / "a.deb")
-    installed = "libnuma1 installed\n"
+    assert "--no-download" in calls[0]
+    assert [Path(word).name for word in calls[0] if word.endswith(".deb")] == ["libnuma1_2.0.16-1_amd64.deb"]
+    asked.append("libnuma1 installed\n")
     assert engine.install_debs(tmp_path, ["libnuma1"], run) is False
     assert engine.install_debs(tmp_path / "none", ["other"], run) is False
+    assert len(calls) == 1
+
+
+def test_debian_packages_that_do_not_install_are_a_refusal(tmp_path: Path) -> None:
+    (tmp_path / "libnuma1_2.0.16-1_amd64.deb").write_text("")
+
+    def run(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
+        return CommandResult(100 if argv[0] == "env" else 1, "", "E: Unable to correct problems")
+
+    with pytest.raises(KvfleetError, match=r"KVF-ENG-008.*status 100.*Unable to correct problems"):
+        engine.install_debs(tmp_path, ["libnuma1"], run)
 
 
 # real output of: dpkg-query -W -f '${Package} ${db:Status-Status}\n' libc6 rc-package missing

@@ -397,8 +397,8 @@ def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> b
 
     Raises KVF-ENG-008 when dpkg refuses them. Without packages in the bundle nothing is done: the caller did it.
     """
-    debs = sorted(str(path) for path in folder.glob("*.deb")) if folder.is_dir() else []
-    if not debs or not missing_packages(packages, run):
+    debs = _newer_debs(folder, run) if folder.is_dir() and missing_packages(packages, run) else []
+    if not debs:
         return False
     _must(
         run(
@@ -413,6 +413,23 @@ def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> b
         "Build the bundle with --debian for this host's suite.",
     )
     return True
+
+
+def _newer_debs(folder: Path, run: CommandRunner) -> list[str]:
+    """Packages of a folder that are not installed in this version or a newer one: apt is not to downgrade."""
+    answer = run(["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status} ${Version}\n"])
+    installed = {}
+    for line in answer.stdout.splitlines():
+        words = line.split()
+        if len(words) == 3 and words[1] == "installed":
+            installed[words[0]] = words[2]
+    newer = []
+    for path in sorted(folder.glob("*.deb")):
+        name, version = path.name.split("_")[:2]
+        have = installed.get(name)
+        if have is None or not run(["dpkg", "--compare-versions", have, "ge", version.replace("%3a", ":")]).ok:
+            newer.append(str(path))
+    return newer
 
 
 def _uv(

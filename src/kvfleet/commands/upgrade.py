@@ -86,7 +86,7 @@ def upgrade(
 def rollback(
     inventory: InventoryOption,
     release: Annotated[
-        str | None, typer.Option(help="Id of a release on the host. Default: the last proved one.")
+        str | None, typer.Option(help="Id of a release that the host holds. Default: the last proved.")
     ] = None,
     limit: LimitOption = None,
     verbose: VerboseOption = False,
