@@ -79,3 +79,56 @@ def test_thinning_keeps_both_ends():
     thin = metrics.thin_out(list(range(1000)), 5)
     assert thin == [0, 250, 500, 749, 999]
     assert metrics.thin_out([1, 2], 5) == [1, 2]
+
+
+def series(usage, waiting=0, evicted_per_step=0, staged_per_step=0):
+    return [
+        {
+            "running": 4,
+            "waiting": waiting,
+            "kv_usage": value,
+            "ram_evicted_chunks": step * evicted_per_step,
+            "disk_loaded_chunks": step * staged_per_step,
+        }
+        for step, value in enumerate(usage)
+    ]
+
+
+SAW = [0.2, 0.5, 0.8, 0.95] * 8
+
+
+def advise(samples, **changes):
+    options = {"buffer_gib": 20, "buffer_needed_gib": 27.3, "max_num_seqs": 16, **changes}
+    return metrics.advise(samples, **options)
+
+
+def test_a_saw_tooth_with_steady_evictions_asks_for_a_bigger_buffer():
+    found = advise(series(SAW, evicted_per_step=3))
+    assert found.pattern == "buffer too small"
+    # half as much again, or what the working set needs, whichever is more
+    assert (found.variable, found.value) == ("kvfleet_buffer_gib_per_gpu", 30)
+    assert advise(series(SAW, evicted_per_step=3), buffer_needed_gib=41.1).value == 41.25
+
+
+def test_chunks_staged_for_disk_hits_are_no_evictions():
+    assert advise(series(SAW, evicted_per_step=3, staged_per_step=3)).pattern == "varies"
+
+
+def test_a_full_pool_with_waiting_requests_is_too_small():
+    found = advise(series([1.0] * 30, waiting=5))
+    assert found.pattern == "pool too small"
+    assert (found.variable, found.value) == ("kvfleet_max_num_seqs", 8)
+
+
+def test_a_swing_below_a_fifth_is_settled():
+    assert advise(series([0.70, 0.75, 0.8, 0.85] * 8, evicted_per_step=3)).pattern == "settled"
+    assert advise(series([1.0] * 30)).pattern == "settled"
+
+
+def test_few_samples_say_nothing():
+    assert advise(series([0.1, 0.9])).pattern == "short"
+    assert advise([{"running": 0, "kv_usage": 0.5}] * 50).pattern == "short"
+
+
+def test_without_a_ram_tier_no_buffer_is_advised():
+    assert advise(series(SAW, evicted_per_step=3), buffer_gib=None).pattern == "varies"
