@@ -128,9 +128,9 @@ def test_pool_with_windows_counts_groups_as_vllm_does():
     }  # fmt: skip
     made = plan(h200(1), gpt_oss, profile="gpu", kv_pool_gib=8, max_model_len=131072)["instances"][0]
     # two groups of 18 layers share blocks of 18 x 16 x 2 KiB = 576 KiB; a request takes 8192 of the first and
-    # ceil((127 + 8192) / 16) + 1 of the second
+    # ceil((127 + 2 x 8192) / 16) + 1 of the second
     blocks = 8 * GIB // (18 * 16 * 8 * 2 * 64 * 2)
-    assert made["gpu_kv_tokens"] == int(blocks / (8192 + 520 + 1) * 131072)
+    assert made["gpu_kv_tokens"] == int(blocks / (8192 + 1032 + 1) * 131072)
     assert made["kv_bytes_per_token"] == 36864
     assert made["chunk_bytes_per_rank"] == 256 * 73728
 
@@ -144,7 +144,7 @@ def test_more_local_than_global_layers_need_more_block_tables():
     }  # fmt: skip
     made = plan(h200(1), gemma, profile="gpu", kv_pool_gib=20, max_model_len=131072)["instances"][0]
     blocks = 20 * GIB // (10 * 16 * 16 * 2 * 128 * 2)
-    local = -(-(1023 + 8192) // 16) + 1
+    local = -(-(1023 + 2 * 8192) // 16) + 1
     assert made["gpu_kv_tokens"] == int(blocks / (8192 + 6 * local) * 131072)
 
 

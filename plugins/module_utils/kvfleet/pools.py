@@ -67,6 +67,11 @@ def batched_tokens(gpu: Mapping[str, Any] | None) -> int:
     return 8192 if gib >= 70 and "a100" not in str(gpu.get("name", "")).lower() else 2048
 
 
+def in_flight_tokens(gpu: Mapping[str, Any] | None) -> int:
+    """Tokens that are scheduled but not settled: two steps, since scheduling overlaps computing."""
+    return 2 * batched_tokens(gpu)
+
+
 def step_bytes(shape: ModelShape, tokens: int, sequences: int, tensor_parallel_size: int) -> int:
     """Peak of one step's temporary tensors: the widest layer over all ``tokens``, or sampling over the vocabulary.
 

@@ -362,7 +362,7 @@ class _Planner:
         )
         per_rank = weights_per_rank(shape, weights, ranks)
         max_seqs = own.get("max_num_seqs") or (256 if self.accelerator == "cuda" else 4)
-        in_flight = pools.batched_tokens(chosen[0] if chosen else None)
+        in_flight = pools.in_flight_tokens(chosen[0] if chosen else None)
         sized = self._pool(
             own, shape, kv, chosen, ranks, profile, chunk, block, hybrid, in_flight, per_rank, max_seqs, reasons
         )
@@ -560,7 +560,7 @@ class _Planner:
             pool_bytes = explicit
         else:
             utilization, room = self._gpu_room(
-                own, shape, kv, chosen, ranks, profile, chunk, in_flight, weights, max_seqs, reasons
+                own, shape, kv, chosen, ranks, profile, chunk, weights, max_seqs, reasons
             )
             if explicit is not None and explicit > room:
                 self._error(
@@ -650,7 +650,6 @@ class _Planner:
         ranks: int,
         profile: str,
         chunk: int,
-        in_flight: int,
         weights: int,
         max_seqs: int,
         reasons: dict[str, str],
@@ -697,7 +696,7 @@ class _Planner:
                     highest=highest,
                 )
         self._foreign_memory(own, chosen, utilization)
-        step = pools.step_bytes(shape, in_flight, max_seqs, ranks)
+        step = pools.step_bytes(shape, pools.batched_tokens(smallest), max_seqs, ranks)
         graphs = 0 if own.get("enforce_eager", False) else pools.graph_bytes(shape)
         other = pools.NON_TORCH_BYTES
         if own.get("kv_pool_gib"):
