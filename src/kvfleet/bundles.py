@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +31,9 @@ from kvfleet.core.bundlefile import (
     read_index,
     sha256_of,
     sums_text,
+    unpack,
 )
+from kvfleet.core.command import CommandRunner, run_command
 from kvfleet.core.findings import refuse
 from kvfleet.core.lockfile import Lock, Pin, lock_name, normalise, parse_lock
 from kvfleet.locks import TORCH_CPU_LINKS, target_platforms
@@ -372,3 +376,69 @@ def _part_writer(folder: Path, name: str, limit: int | None) -> Iterator[_PartWr
             f"Packing into {folder} failed: {error.strerror} ({free / 1e9:.1f} GB were free).",
             "Make room, or give --output another folder.",
         ) from None
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds that uv and pip took to install the same wheels, bytecode included, and how many times faster uv was."""
+
+    uv_s: float
+    pip_s: float
+
+    @property
+    def ratio(self) -> float:
+        """pip's time over uv's."""
+        return self.pip_s / self.uv_s
+
+
+def compare_installers(bundle: Bundle, python: str, run: CommandRunner = run_command) -> Comparison:
+    """Install a bundle's wheels twice into throw-away environments: with uv as a host does, and with pip.
+
+    Neither asks an index; both check every hash and compile bytecode. Raises KVF-REL-066 when one of them fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvfleet-compare-", dir=bundle.index_path.parent) as name:
+        folder = Path(name)
+        manifest = unpack(bundle.index, bundle.index_path.parent, folder / "bundle", folder / "wheels")
+        with zipfile.ZipFile(folder / "wheels" / manifest["uv"]) as wheel:
+            member = next(entry for entry in wheel.namelist() if entry.endswith(".data/scripts/uv"))
+            (folder / "uv").write_bytes(wheel.read(member))
+        (folder / "uv").chmod(0o755)
+        lock, wheels = str(folder / "bundle" / "lock.txt"), str(folder / "wheels")
+        offline = ["env", "UV_NO_CONFIG=1", "UV_PYTHON_DOWNLOADS=never", f"UV_CACHE_DIR={folder / 'uv-cache'}"]
+        uv, target = str(folder / "uv"), str(folder / "with-uv")
+        uv_s = _timed(
+            run,
+            [*offline, uv, "venv", "--quiet", "--python", python, target],
+            [
+                *(*offline, uv, "pip", "sync", "--quiet", "--offline", "--no-index", "--find-links", wheels),
+                *("--require-hashes", "--compile-bytecode", "--python", f"{target}/bin/python", lock),
+            ],
+        )
+        shutil.rmtree(target)
+        target = str(folder / "with-pip")
+        pip_s = _timed(
+            run,
+            [python, "-m", "venv", target],
+            [
+                *("env", "PIP_CONFIG_FILE=/dev/null", f"{target}/bin/python", "-m", "pip", "install", "--quiet"),
+                *("--disable-pip-version-check", "--no-cache-dir", "--no-deps", "--no-index", "--find-links", wheels),
+                *("--require-hashes", "--requirement", lock),
+            ],
+        )
+    return Comparison(uv_s, pip_s)
+
+
+def _timed(run: CommandRunner, *commands: Sequence[str]) -> float:
+    start = time.monotonic()
+    for command in commands:
+        answer = run(command, timeout_s=_BATCH_LIMIT_S)
+        if not answer.ok:
+            raise refuse(
+                "KVF-REL-066",
+                f"{command[-1]}: {' '.join(answer.stderr.split())[-500:]}",
+                "Build the bundle for this machine's own interpreter (--python) to compare installers here.",
+            )
+    return time.monotonic() - start

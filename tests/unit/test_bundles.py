@@ -20,7 +20,7 @@ from packaging.tags import sys_tags
 
 from kvfleet import bundles, debs, locks
 from kvfleet.core.bundlefile import JoinedParts, read_index, read_manifest, unpack, unpacked, verify_parts
-from kvfleet.core.command import CommandResult
+from kvfleet.core.command import CommandResult, run_command
 from kvfleet.core.findings import KvfleetError
 from kvfleet.core.lockfile import (
     Lock,
@@ -584,3 +584,32 @@ def test_the_suite_is_read_from_os_release(tmp_path: Path) -> None:
     path.write_text('NAME="Debian GNU/Linux"\nVERSION_CODENAME=bookworm\n')
     assert debs.own_suite(path) == "bookworm"
     assert debs.own_suite(tmp_path / "none") is None
+
+
+# ------------------------------------------------------------------------------------------ comparing installers
+
+
+def test_both_installers_are_timed_on_the_same_wheels(cached: dict[str, Any], tmp_path: Path) -> None:
+    bundle = build(cached, tmp_path / "out")
+    seen: list[list[str]] = []
+
+    def run(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
+        seen.append(list(argv))
+        return run_command(argv, stdin=stdin, timeout_s=timeout_s)
+
+    found = bundles.compare_installers(bundle, sys.executable, run)
+    assert found.uv_s > 0
+    assert found.pip_s > 0
+    assert found.ratio == found.pip_s / found.uv_s
+    installs = [argv for argv in seen if "--no-index" in argv]
+    assert [("uv" if "sync" in argv else "pip") for argv in installs] == ["uv", "pip"]
+    assert {argv[argv.index("--find-links") + 1] for argv in installs} == {
+        str(Path(installs[0][-1]).parents[1] / "wheels")
+    }
+    assert not list((tmp_path / "out").glob("kvfleet-compare-*"))
+
+
+def test_an_installer_that_fails_is_named(cached: dict[str, Any], tmp_path: Path) -> None:
+    bundle = build(cached, tmp_path / "out")
+    with pytest.raises(KvfleetError, match="KVF-REL-066"):
+        bundles.compare_installers(bundle, "/nonexistent/python")

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from kvfleet import bundles, debs
 from kvfleet.checkout import cache_directory
 from kvfleet.core.bundlefile import read_index, verify_parts
+from kvfleet.core.command import run_command
+from kvfleet.core.engine import interpreter
 from kvfleet.core.findings import refuse
 from kvfleet.core.units import parse_bytes
 from kvfleet.exits import Exit
@@ -31,6 +33,9 @@ def bundle(
         str | None,
         typer.Option(help="Suite whose Debian packages to carry along, such as bookworm; or a folder with .deb files."),
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also time uv against pip with these wheels, on this machine.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check the parts beside an index file.")] = False,
     releases_file: Annotated[Path | None, typer.Option("--releases", help="Another releases.yml.")] = None,
     extra: Annotated[Path | None, typer.Option(help="File with rows of your own.")] = None,
@@ -73,6 +78,13 @@ def bundle(
         f"{len(parts)} {'part' if len(parts) == 1 else 'parts'}"
     )
     console.print(f"Carry it with: {made.index_path.name} {' '.join(part.name for part in parts)}")
+    if compare:
+        wanted = python or row["engine_python"]
+        console.print("installing the wheels with uv and with pip ...")
+        found = bundles.compare_installers(made, interpreter(wanted, run_command))
+        console.print(
+            f"uv {found.uv_s:.0f} s, pip {found.pip_s:.0f} s, bytecode included: {found.ratio:.1f} times faster"
+        )
     return Exit.PROVED
 
 
