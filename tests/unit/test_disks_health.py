@@ -44,6 +44,15 @@ def test_a_well_drive_has_nothing_to_say() -> None:
     assert codes(WELL) == ([], [])
 
 
+def test_recorded_controller_of_a_virtual_machine() -> None:
+    """nvme-cli 2.3 on QEMU's controller, which reports 50 C and neither spare nor capacity."""
+    smart = parse_smart_log((DATA / "nvme-smart-log-qemu.json").read_text())
+    assert (smart.temperature_c, smart.available_spare_percent, smart.spare_threshold_percent) == (50, 0, 0)
+    assert codes(smart) == ([], [])
+    controller = parse_id_ctrl((DATA / "nvme-id-ctrl-qemu.json").read_text())
+    assert (controller.model, controller.serial, controller.capacity_bytes) == ("QEMU NVMe Ctrl", "THCDVM03", 0)
+
+
 @pytest.mark.parametrize(("bit", "stops"), [(0, True), (1, False), (2, True), (3, True), (4, False), (5, False)])
 def test_critical_warnings(bit: int, stops: bool) -> None:
     expected = (["KVF-DISK-045"], []) if stops else ([], ["KVF-DISK-045"])
