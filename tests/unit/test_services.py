@@ -35,6 +35,10 @@ def plan(profile="disk", mode="mp", accelerator="cuda"):
                 "instances": ["llama8b"],
                 "l1_gib": 40.0,
                 "quota_gib": 800.5 if profile == "disk" else None,
+                "eviction_trigger_watermark": 0.75,
+                "eviction_ratio": 0.2,
+                "l2_eviction_trigger_watermark": 0.8,
+                "l2_eviction_ratio": 0.1,
                 "chunk_tokens": 256,
                 "port": 5555,
                 "http_port": 8080,
@@ -78,7 +82,8 @@ def test_server_bounds_its_disk_tier():
     adapter = json.loads(option(server["command"], "--l2-adapter"))
     assert adapter["max_capacity_gb"] == 800.5
     # without this block LMCache only counts (LMCache issue 4725)
-    assert adapter["eviction"]["eviction_policy"] == "LRU"
+    assert adapter["eviction"] == {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.1}
+    assert option(server["command"], "--eviction-trigger-watermark") == "0.75"
     assert adapter["base_path"].startswith("/var/cache/kvfleet/data/0/")
     assert option(server["command"], "--l1-size-gb") == "40"
     assert option(server["command"], "--host") == option(server["command"], "--http-host") == "127.0.0.1"

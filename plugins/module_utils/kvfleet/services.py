@@ -91,8 +91,8 @@ def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
         "--l1-size-gb", _number(server["l1_gib"]),
         "--chunk-size", str(server["chunk_tokens"]),
         "--eviction-policy", "LRU",
-        "--eviction-trigger-watermark", _number(server.get("eviction_trigger_watermark", 0.8)),
-        "--eviction-ratio", _number(server.get("eviction_ratio", 0.2)),
+        "--eviction-trigger-watermark", _number(server["eviction_trigger_watermark"]),
+        "--eviction-ratio", _number(server["eviction_ratio"]),
         "--max-gpu-workers", str(max(1, len(server["instances"]))),
     ]  # fmt: skip
     if plan["host"]["accelerator"] == "cpu":
@@ -108,7 +108,11 @@ def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
             "use_odirect": bool(server.get("use_odirect", True)),
             "max_capacity_gb": server["quota_gib"],
             # without this block max_capacity_gb only counts and deletes nothing
-            "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.8, "eviction_ratio": 0.2},
+            "eviction": {
+                "eviction_policy": "LRU",
+                "trigger_watermark": server["l2_eviction_trigger_watermark"],
+                "eviction_ratio": server["l2_eviction_ratio"],
+            },
         }
         command += ["--l2-adapter", _compact_json(adapter)]
     return command
