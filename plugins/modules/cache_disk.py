@@ -253,6 +253,7 @@ warnings_found:
 """
 
 import json
+import os
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -297,6 +298,8 @@ def diff_of(result: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
+    # the disk tools live in sbin, which an unprivileged user's PATH lacks
+    os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     settings = settings_from(module.params)
     run = DiskRun(
         settings,

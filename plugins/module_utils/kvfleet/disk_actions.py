@@ -103,7 +103,7 @@ class DiskRun:
 def _failed(step: str, words: str) -> KvfleetError:
     return refuse(
         "KVF-DISK-050",
-        f"The step '{step}' failed: {words.strip() or 'no message'}.",
+        f"The step '{step}' failed: {words.strip().rstrip('.') or 'no message'}.",
         "Repair what it names and run again; the run goes on where this one ended.",
     )
 
@@ -325,14 +325,28 @@ def _check_ground(run: DiskRun, probe: DiskProbe, decision: Decision) -> list[Fi
             )
         )
     elif not here.major_minor:
-        with contextlib.suppress(FileNotFoundError):
-            entries = sorted(entry.name for entry in Path(settings.mount_point).iterdir())
+        where = Path(settings.mount_point)
+        real = os.path.realpath(where)
+        if real != settings.mount_point:
+            found.append(
+                Finding(
+                    "KVF-DISK-026",
+                    f"{settings.mount_point} leads through a symbolic link to {real}.",
+                    f"Set the mount point to {real}.",
+                )
+            )
+        elif where.exists() and not where.is_dir():
+            found.append(
+                Finding("KVF-DISK-026", f"{where} is not a directory.", "Move it away, or set another mount point.")
+            )
+        # an unprivileged check run may not look into the directory
+        with contextlib.suppress(FileNotFoundError, PermissionError, NotADirectoryError):
+            entries = sorted(entry.name for entry in where.iterdir())
             if entries:
                 found.append(
                     Finding(
                         "KVF-DISK-026",
-                        f"{settings.mount_point} is a directory with {len(entries)} entries ({', '.join(entries[:3])})"
-                        " that a mount would hide.",
+                        f"{where} holds {len(entries)} entries ({', '.join(entries[:3])}) that a mount would hide.",
                         "Move them away, or set another mount point.",
                     )
                 )

@@ -570,6 +570,15 @@ def mount_point_used(bench: Bench) -> Disk:
     return disk
 
 
+@state("blank, but the mount point leads through a symbolic link", "KVF-DISK-026", format=True)
+def mount_point_link(bench: Bench) -> Disk:
+    disk = bench.disk()
+    bench.mount_point.parent.mkdir(parents=True, exist_ok=True)
+    (bench.root / "elsewhere").mkdir()
+    bench.mount_point.symlink_to(bench.root / "elsewhere")
+    return disk
+
+
 @state("blank, but another disk is mounted at the mount point", "KVF-DISK-026", format=True)
 def mount_point_taken(bench: Bench) -> Disk:
     disk = bench.disk()
