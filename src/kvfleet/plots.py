@@ -53,6 +53,7 @@ class Chart:
     log_x: bool = False
     x_ticks: Sequence[float] = field(default_factory=tuple)
     marks: Sequence[tuple[float, str]] = field(default_factory=tuple)
+    #: for shares in percent: limits that do not follow the values
     y_limits: tuple[float, float] | None = None
 
 
@@ -103,7 +104,7 @@ def draw(chart: Chart) -> str:
             axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _compact(value)))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        axes.yaxis.set_major_locator(FixedLocator([0, 25, 50, 75, 100]) if chart.y_limits else MaxNLocator(nbins=5))
         highest = max((y for line in chart.lines for _, y in line.points), default=1.0) or 1.0
         low, high = chart.y_limits or (0.0, highest * 1.06)
         # the names of the marks need room above the curves

@@ -220,7 +220,8 @@ def _matrix(sets: Mapping[str, Record]) -> list[dict[str, Any]]:
     for load, words in LOADS.items():
         by_profile = {profile: _points(record, load) for profile, record in sets.items()}
         concurrencies = sorted({many for points in by_profile.values() for many in points})
-        if len(concurrencies) < 2 and len(by_profile) < 2:
+        # with one set-up and two concurrencies the load's own table says it all
+        if len(concurrencies) < 3 and len(by_profile) < 2:
             continue
         for key, title, path, latency in TABLES:
             rows = []
@@ -265,7 +266,7 @@ def _matrix_charts(host: str, sets: Mapping[str, Record]) -> list[dict[str, str]
     charts = []
     for load, words in LOADS.items():
         points = {profile: _points(record, load) for profile, record in sets.items()}
-        if not any(len(entry) > 1 for entry in points.values()):
+        if max(map(len, points.values()), default=0) < (2 if len(points) > 1 else 3):
             continue
         for key, title, path, unit in (
             ("ttft_mean_ms", "Mean TTFT", ("ttft", "mean"), "ms"),
