@@ -106,6 +106,13 @@ def test_no_record_is_no_host() -> None:
         state.known_host("node1")
 
 
+def test_a_record_of_another_version_is_named() -> None:
+    host = make_host(schema=state.SCHEMA + 1)
+    host.save()
+    with pytest.raises(tools.TesthostError, match="another version of testhost"):
+        state.load_host("node1")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 99}'])
 def test_an_unreadable_record_is_named(text: str) -> None:
     path = make_host().folder / "host.json"
@@ -355,6 +362,11 @@ URIs: http://mirror.example/debian-security
 Suites: bookworm-security
 Components: main
 
+Types: deb-src
+URIs: http://source.only/debian
+Suites: bookworm
+Components: main
+
 Enabled: no
 Types: deb
 URIs: http://switched.off/debian
@@ -368,6 +380,7 @@ def test_the_machines_own_mirror_is_used() -> None:
     assert "URIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\nComponents: main contrib\n" in text
     assert "URIs: http://mirror.example/debian-security\nSuites: bookworm-security\n" in text
     assert "switched.off" not in text
+    assert "source.only" not in text
     assert "trixie" not in text
 
 
@@ -460,12 +473,19 @@ def test_the_image_holds_nothing_that_roles_must_install() -> None:
 
 
 def test_guest_scripts_are_executable_and_valid_shell() -> None:
-    files = image.guest_files()
+    files = image.guest_files("nspawn")
     scripts = [name for name, (_, content) in files.items() if content.startswith(b"#!/bin/sh")]
     assert sorted(scripts) == ["usr/local/lib/testhost/init", "usr/local/lib/testhost/udev-disk"]
     for name in scripts:
         assert files[name][0] == 0o755
-        subprocess.run(["sh", "-n", str(image.GUEST_FILES / name)], check=True)
+        subprocess.run(["sh", "-n"], input=files[name][1], check=True)
+
+
+def test_each_kind_of_host_gets_its_own_files() -> None:
+    container_files, machine_files = image.guest_files("nspawn"), image.guest_files("qemu")
+    assert "etc/systemd/system/testhost-hostkey.service" in machine_files.keys() - container_files.keys()
+    assert "etc/udev/rules.d/01-testhost.rules" in container_files.keys() - machine_files.keys()
+    assert "etc/resolv.conf" in container_files.keys() & machine_files.keys()
 
 
 # ---------------------------------------------------------------- tools

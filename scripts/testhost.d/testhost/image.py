@@ -32,9 +32,12 @@ MASKED_UNITS = (
     # comes with nvme-cli and fails on every host without NVMe over fabrics, which would then count as degraded
     "nvmf-autoconnect.service",
 )  # fmt: skip
-ENABLED_UNITS = {
-    "multi-user.target.wants": ("/lib/systemd/system/systemd-networkd.service",),
-    "sysinit.target.wants": ("/etc/systemd/system/testhost-hostkey.service",),
+ENABLED_UNITS: Mapping[str, Mapping[str, str]] = {
+    "nspawn": {},
+    "qemu": {
+        "multi-user.target.wants": "/lib/systemd/system/systemd-networkd.service",
+        "sysinit.target.wants": "/etc/systemd/system/testhost-hostkey.service",
+    },
 }
 DEFAULT_SOURCES = """\
 Types: deb
@@ -158,11 +161,12 @@ def certificate_authorities() -> dict[str, bytes]:
     return {f"machine-{path.stem}.crt": path.read_bytes() for path in sorted(folder.glob("**/*.crt"))}
 
 
-def guest_files() -> dict[str, tuple[int, bytes]]:
+def guest_files(backend: str) -> dict[str, tuple[int, bytes]]:
     """Return the files that the image gets on top of the packages: path to mode and content."""
     return {
-        str(path.relative_to(GUEST_FILES)): (path.stat().st_mode & 0o777, path.read_bytes())
-        for path in sorted(GUEST_FILES.glob("**/*"))
+        str(path.relative_to(tree)): (path.stat().st_mode & 0o777, path.read_bytes())
+        for tree in (GUEST_FILES / "both", GUEST_FILES / backend)
+        for path in sorted(tree.glob("**/*"))
         if path.is_file()
     }
 
@@ -189,7 +193,7 @@ def current_image(backend: str) -> Image:
     ]
     for name, content in certificate_authorities().items():
         parts += [name.encode(), content]
-    for name, (mode, content) in guest_files().items():
+    for name, (mode, content) in guest_files(backend).items():
         parts += [name.encode(), str(mode).encode(), content]
     return Image(cache_folder() / f"{SUITE}-{backend}-{image_stamp(parts)}")
 
@@ -249,11 +253,11 @@ def _bootstrap(work: Path, backend: str) -> None:
         f"--include={','.join(packages)}", "--dpkgopt=force-unsafe-io", *excluded,
         "--aptopt=Apt::Install-Recommends \"false\"", SUITE, tree, sources,
     ])  # fmt: skip
-    _add_guest_files(tree)
+    _add_guest_files(tree, backend)
 
 
-def _add_guest_files(tree: Path) -> None:
-    for name, (mode, content) in guest_files().items():
+def _add_guest_files(tree: Path, backend: str) -> None:
+    for name, (mode, content) in guest_files(backend).items():
         target = tree / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
@@ -262,9 +266,8 @@ def _add_guest_files(tree: Path) -> None:
     units = tree / "etc" / "systemd" / "system"
     for unit in MASKED_UNITS:
         _link(units / unit, "/dev/null")
-    for wants, targets in ENABLED_UNITS.items():
-        for unit_file in targets:
-            _link(units / wants / Path(unit_file).name, unit_file)
+    for wants, unit_file in ENABLED_UNITS[backend].items():
+        _link(units / wants / Path(unit_file).name, unit_file)
     for key in (tree / "etc" / "ssh").glob("ssh_host_*"):
         # each host gets its own
         key.unlink()
