@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -573,9 +574,10 @@ def test_locks_are_exclusive_and_end_with_the_process(tmp_path: Path) -> None:
     second = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert second.stderr is not None
     assert "waiting for another run" in second.stderr.readline()
+    assert second.stdout is not None
+    assert select.select([second.stdout], [], [], 0.5)[0] == []
     first.kill()
     first.wait()
-    assert second.stdout is not None
     assert second.stdout.readline() == "in\n"
     second.communicate("")
     assert second.returncode == 0
