@@ -149,6 +149,7 @@ class FakeStack:
             labels = f'{{cache_salt="{salt}",model_name="/models/tiny"}}'
             lines += [
                 f"lmcache_mp_lookup_requested_tokens_total{labels} {hits['requested']}",
+                f"lmcache_mp_lookup_hit_tokens_total{labels} {hits['l1'] + hits['l2']}",
                 f"lmcache_mp_lookup_hit_l1_tokens_total{labels} {hits['l1']}",
                 f"lmcache_mp_lookup_hit_l2_tokens_total{labels} {hits['l2']}",
                 f"lmcache_mp_l1_write_chunks_total{labels} {sum(key[0] == salt for key in self.ram)}",

@@ -48,11 +48,11 @@ def test_tier_tokens_sum_over_salts_or_take_one(cache):
     assert everything["cpu"] == raw_sum("lmcache_mp_lookup_hit_l1_tokens_total")
     assert everything["disk"] == raw_sum("lmcache_mp_lookup_hit_l2_tokens_total")
     one = metrics.tier_tokens(cache, "kvfleet-proof-a111b82e168983af")
-    assert one == {"requested": 18432, "cpu": 6144, "disk": 6144}
+    assert one == {"requested": 18432, "hit": 12288, "cpu": 6144, "disk": 6144}
 
 
 def test_a_salt_without_traffic_has_no_tokens(cache):
-    assert metrics.tier_tokens(cache, "kvfleet-proof-none") == {"requested": 0, "cpu": 0, "disk": 0}
+    assert metrics.tier_tokens(cache, "kvfleet-proof-none") == {"requested": 0, "hit": 0, "cpu": 0, "disk": 0}
 
 
 def test_odd_lines_are_left_out_and_labels_unescaped():
@@ -132,3 +132,24 @@ def test_few_samples_say_nothing():
 
 def test_without_a_ram_tier_no_buffer_is_advised():
     assert advise(series(SAW, evicted_per_step=3), buffer_gib=None).pattern == "varies"
+
+
+def test_an_engine_without_the_counter_by_source_says_the_same(engine):
+    page = (DATA / "vllm-0.32.0.txt").read_text()
+    older = metrics.parse("\n".join(line for line in page.splitlines() if "tokens_by_source" not in line))
+    assert metrics.prompt_tokens_by_source(older) == metrics.prompt_tokens_by_source(engine)
+
+
+def test_a_server_without_salts_or_tiers_counts_all():
+    older = metrics.parse(
+        'lmcache_mp_lookup_requested_tokens_total{model_name="m"} 512\nlmcache_mp_lookup_hit_tokens_total 256\n'
+    )
+    assert metrics.tier_tokens(older, "kvfleet-proof-1") == {"requested": 512, "hit": 256, "cpu": 0, "disk": 0}
+    assert not metrics.tells_tiers_apart(older)
+    assert metrics.tells_tiers_apart(metrics.parse(""))
+
+
+def test_foreign_lookups_are_those_of_other_salts(cache):
+    own = raw_sum("lmcache_mp_lookup_requested_tokens_total", 'cache_salt="kvfleet-proof-')
+    everything = raw_sum("lmcache_mp_lookup_requested_tokens_total")
+    assert metrics.foreign_tokens(cache, "kvfleet-proof-") == everything - own > 0

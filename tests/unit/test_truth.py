@@ -167,6 +167,28 @@ def test_a_host_with_traffic_keeps_its_ram_tier():
     assert stack.ram
 
 
+def test_a_host_that_others_use_keeps_its_ram_tier_too():
+    stack = FakeStack()
+    stack.tier_hits["user-7"] = {"requested": 640, "l1": 0, "l2": 0}
+    result = proof(stack).run()
+    assert codes(result) == []
+    assert result["hit_tokens"]["disk"] is None
+    assert any("others looked up 640 tokens" in note for note in result["notes"])
+    assert stack.ram
+
+
+def test_a_server_that_does_not_count_by_tier_is_proved_by_order():
+    stack = FakeStack()
+    page = stack.cache_page
+    stack.cache_page = lambda: "\n".join(
+        line for line in page().splitlines() if "_l1_tokens" not in line and "_l2_tokens" not in line
+    )
+    result = proof(stack).run()
+    assert codes(result) == []
+    assert result["hit_tokens"]["disk"] == 4 * CHUNK
+    assert any("does not count by tier" in note for note in result["notes"])
+
+
 def test_every_request_carries_this_runs_own_salt():
     stack = FakeStack()
     result = proof(stack).run()

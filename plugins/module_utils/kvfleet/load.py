@@ -148,8 +148,12 @@ class InstanceLoad:
 
     def _one(self, run: Run) -> dict[str, Any]:
         if run.clear_ram and self.cache is not None:
-            self._wait_until_stored()
-            self.cache.post_json("/cache/clear", {}, 60)
+            # users' cached prompts are theirs: a host that takes traffic keeps its RAM tier
+            if metrics.foreign_tokens(self._cache_metrics(), SALT_PREFIX) > 0:
+                self.notes.append(f"run {run.name}: the RAM tier was not emptied, this host takes traffic")
+            else:
+                self._wait_until_stored()
+                self.cache.post_json("/cache/clear", {}, 60)
         salt = self.salt if run.dataset == "prefix_repetition" else f"{self.salt}-{run.name}"
         before, device_before = self._counters(salt), self.host.cache_disk_counters()
         target = self.result_dir / f"{run.name}.json"
@@ -257,8 +261,8 @@ class InstanceLoad:
         while self.clock() < deadline:
             page = self._cache_metrics()
             now = (
-                page.total("lmcache_mp_l2_store_submitted_objects_chunks_total", cache_salt=self.salt),
-                page.total("lmcache_mp_l2_store_completed_objects_chunks_total", cache_salt=self.salt),
+                metrics.of_salt(page, "lmcache_mp_l2_store_submitted_objects_chunks_total", self.salt),
+                metrics.of_salt(page, "lmcache_mp_l2_store_completed_objects_chunks_total", self.salt),
             )
             if now == previous and now[0] == now[1] > 0:
                 return

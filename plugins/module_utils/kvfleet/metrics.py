@@ -58,6 +58,10 @@ class Metrics:
         ]
         return max(values) if values else None
 
+    def samples(self, name: str) -> list[Sample]:
+        """All lines of ``name``."""
+        return list(self._by_name.get(name, ()))
+
     def labels(self, name: str) -> dict[str, str]:
         """Labels of the first line of ``name``: how vLLM publishes its settings; empty when there is none."""
         samples = self._by_name.get(name)
@@ -86,23 +90,55 @@ def parse(text: str) -> Metrics:
 
 
 def prompt_tokens_by_source(metrics: Metrics) -> dict[str, float]:
-    """Prompt tokens so far by where their KV came from: ``computed``, ``engine_cache``, ``external``."""
+    """Prompt tokens so far by where their KV came from: ``computed``, ``engine_cache``, ``external``.
+
+    Engines before vLLM's counter by source have the same three numbers in their prefix-cache counters.
+    """
     name = "vllm:prompt_tokens_by_source_total"
-    return {ours: metrics.total(name, source=theirs) for ours, theirs in PROMPT_SOURCES.items()}
+    if metrics.has(name):
+        return {ours: metrics.total(name, source=theirs) for ours, theirs in PROMPT_SOURCES.items()}
+    engine_cache = metrics.total("vllm:prefix_cache_hits_total")
+    external = metrics.total("vllm:external_prefix_cache_hits_total")
+    total = metrics.total("vllm:prompt_tokens_total")
+    return {"computed": max(0.0, total - engine_cache - external), "engine_cache": engine_cache, "external": external}
 
 
 def tier_tokens(metrics: Metrics, salt: str | None = None) -> dict[str, float]:
-    """LMCache's lookups so far in tokens: ``requested``, ``cpu`` (its L1) and ``disk`` (its L2).
+    """LMCache's lookups so far in tokens: ``requested``, ``hit``, and of these ``cpu`` (its L1) and ``disk`` (its L2).
 
     With ``salt`` only the lookups of requests that carried this ``cache_salt``, so that users' traffic on a shared
-    server does not count. Names are those of LMCache 0.5.6.
+    server does not count; a server that does not label by salt counts all. Names are those of LMCache 0.5.6; see
+    :func:`tells_tiers_apart` for older ones.
     """
-    labels = {} if salt is None else {"cache_salt": salt}
     return {
-        "requested": metrics.total("lmcache_mp_lookup_requested_tokens_total", **labels),
-        "cpu": metrics.total("lmcache_mp_lookup_hit_l1_tokens_total", **labels),
-        "disk": metrics.total("lmcache_mp_lookup_hit_l2_tokens_total", **labels),
+        "requested": of_salt(metrics, "lmcache_mp_lookup_requested_tokens_total", salt),
+        "hit": of_salt(metrics, "lmcache_mp_lookup_hit_tokens_total", salt),
+        "cpu": of_salt(metrics, "lmcache_mp_lookup_hit_l1_tokens_total", salt),
+        "disk": of_salt(metrics, "lmcache_mp_lookup_hit_l2_tokens_total", salt),
     }
+
+
+def of_salt(metrics: Metrics, name: str, salt: str | None) -> float:
+    """Sum of ``name`` over the lines of ``salt``; over all lines when there is no salt or none carries that label."""
+    if salt is None or "cache_salt" not in metrics.labels(name):
+        return metrics.total(name)
+    return metrics.total(name, cache_salt=salt)
+
+
+def tells_tiers_apart(metrics: Metrics) -> bool:
+    """Whether the server has counters by tier (LMCache 0.5.6); before any lookup nothing is known, so yes."""
+    return metrics.has("lmcache_mp_lookup_hit_l1_tokens_total") or not metrics.has("lmcache_mp_lookup_hit_tokens_total")
+
+
+def foreign_tokens(metrics: Metrics, own_prefix: str) -> float:
+    """Tokens that others looked up: requests whose ``cache_salt`` does not begin with ``own_prefix``.
+
+    Prompts shorter than a chunk are never looked up, so readiness checks do not count.
+    """
+    name = "lmcache_mp_lookup_requested_tokens_total"
+    return metrics.total(name) - math.fsum(
+        sample.value for sample in metrics.samples(name) if sample.labels.get("cache_salt", "").startswith(own_prefix)
+    )
 
 
 def pool_tokens(metrics: Metrics) -> int | None:
