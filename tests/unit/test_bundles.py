@@ -207,11 +207,12 @@ def test_the_best_wheel_is_the_one_that_this_interpreter_would_take() -> None:
         "x-1.0-cp311-cp311-manylinux_2_35_x86_64.whl",
         "x-1.0-cp39-abi3-manylinux_2_28_x86_64.whl",
         "x-1.0-cp311-cp311-macosx_11_0_arm64.whl",
-        "x-1.0-2-cp311-cp311-manylinux_2_28_x86_64.whl",
-        "x-1.0-1-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "x-1.0-10-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "x-1.0-9-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "x-1.0-cp311-cp311-manylinux_2_28_x86_64.whl",
     ]
     tags = locks.target_tags("3.11", "2.31", "x86_64")
-    assert locks.best_wheel(names, tags) == "x-1.0-2-cp311-cp311-manylinux_2_28_x86_64.whl"
+    assert locks.best_wheel(names, tags) == "x-1.0-10-cp311-cp311-manylinux_2_28_x86_64.whl"
     assert locks.best_wheel(names[:2], tags) == names[1]
     assert locks.best_wheel(["x-1.0-cp312-cp312-manylinux_2_28_x86_64.whl", "x-1.0.tar.gz"], tags) is None
 
@@ -414,6 +415,18 @@ def test_a_bad_part_is_refused_by_name_and_nothing_is_left(
         verify_parts(index, folder)
     assert [finding.code for finding in error.value.findings] == ["KVF-REL-061"]
     assert path.name in str(error.value)
+
+
+def test_a_part_that_is_altered_where_no_file_lies_is_refused_too(parts: tuple[Any, Path], tmp_path: Path) -> None:
+    """The padding at the end of a tar belongs to no file: only the part's own sum tells."""
+    index, folder = parts
+    path = folder / index.parts[-1].name
+    data = path.read_bytes()
+    assert data[-1] == 0
+    path.write_bytes(data[:-1] + b"x")
+    with pytest.raises(KvfleetError, match=rf"KVF-REL-061.*{path.name} has another sha256"):
+        unpack(index, folder, tmp_path / "target", tmp_path / "store")
+    assert not (tmp_path / "target").exists()
 
 
 def test_all_bad_parts_are_named_at_once(parts: tuple[Any, Path]) -> None:

@@ -79,6 +79,38 @@ def test_ranges_hold_as_packagings_do(version: str, text: str) -> None:
     assert (version in Range(text)) == SpecifierSet(text).contains(version, prereleases=True)
 
 
+# what random choice seldom hits: later builds at a limit, trailing zeros, local parts, pre-releases of a limit
+EDGES = [
+    ("1.0.post1", ">1.0"),
+    ("1.0.post1", ">1.0.post0"),
+    ("1.1", ">1.0.post1"),
+    ("1.0+cpu", ">1.0"),
+    ("1.0+cpu", "==1.0"),
+    ("1.0+cpu", "==1.0+cu130"),
+    ("1.0+cpu", "<=1.0"),
+    ("1", "==1.0.0"),
+    ("1.0.0", ">=1"),
+    ("1.0rc1", "<1.0"),
+    ("1.0rc1", "<1.0rc2"),
+    ("1.0.dev1", ">=1.0a1"),
+    ("1.0", "==1.0.*"),
+    ("1", "==1.0.*"),
+    ("1.0.1", "~=1.0"),
+    ("1.1", "~=1.0.0"),
+    ("1!1.0", ">=2.0"),
+]
+
+
+@pytest.mark.parametrize(("version", "text"), EDGES)
+def test_edges_of_ranges_are_packagings(version: str, text: str) -> None:
+    assert (version in Range(text)) == SpecifierSet(text).contains(version, prereleases=True)
+
+
+def test_trailing_zeros_do_not_make_another_version() -> None:
+    assert Version("1.0") == Version("1.0.0.0") == Version("1")
+    assert len({Version("1.0"), Version("1"), Version("1.0.0")}) == 1
+
+
 @pytest.mark.parametrize("text", ["*", "", " "])
 def test_a_star_holds_for_everything(text: str) -> None:
     assert "0.0.1.dev0" in Range(text)

@@ -172,8 +172,6 @@ def _holds(candidate: Version, operator: str, operand: str) -> bool:
     # ">": a later build of the same release is not above it
     if same_release and candidate.post is not None and wanted.post is None:
         return False
-    if same_release and candidate.local is not None:
-        return False
     return plain > wanted
 
 
