@@ -74,6 +74,9 @@ PARTS = (
         ("gdisk", "parted", "e2fsprogs", "xfsprogs", "btrfs-progs", "lvm2", "mdadm", "cryptsetup-bin", "dosfstools"),
     ),
     Part("deploy", EVERYDAY, (molecule("default"),)),
+    Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
+    Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
+    Part("profiles", ALL, (molecule("profiles"),)),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),
 )
 
