@@ -84,13 +84,12 @@ def test_zero_and_nan_are_no_measurement(change):
 
 def test_smoke_overflows_the_pool_and_fits_the_tiers():
     plan = bench.smoke_runs(DEMO, Speed(540, 52), 1, 70, may_clear=True)
-    cold, warm, many = plan.runs
+    cold, warm, many, disk = plan.runs
     assert cold.working_set_tokens > DEMO.pool_tokens
     assert cold.requests * cold.prompt_tokens < DEMO.ram_tokens
     assert cold.prefix_tokens % DEMO.chunk_tokens == 0
-    assert (warm.concurrency, many.concurrency) == (1, 4)
-    assert warm.clear_ram
-    assert not many.clear_ram
+    assert (warm.concurrency, many.concurrency, disk.concurrency) == (1, 4, 4)
+    assert [run.clear_ram for run in plan.runs] == [False, False, False, True]
     assert plan.notes == ()
     # the same prompts in all three: same seed, prefixes and lengths
     assert len({(r.seed, r.requests, r.prefixes, r.prefix_tokens, r.suffix_tokens) for r in plan.runs}) == 1

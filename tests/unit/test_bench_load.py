@@ -22,12 +22,13 @@ class Host:
         self.seen_direct = set()
         self.read_bytes = 0
         self.root_used = 10**9
+        self.written_bytes = 0
 
     def __call__(self):
         return {"root_used_bytes": self.root_used}
 
     def cache_disk_counters(self):
-        return {"read_bytes": self.read_bytes, "written_bytes": 0}
+        return {"read_bytes": self.read_bytes, "written_bytes": self.written_bytes}
 
 
 class Tool:
@@ -206,15 +207,28 @@ def test_an_open_cache_file_on_the_root_file_system_is_found(setting):
     assert codes(runner.run(plan(COLD))) == ["KVF-BENCH-034"]
 
 
-def test_a_root_file_system_that_grows_is_found(setting):
-    stack, host, tool, runner = setting
-
+def grow(stack, host, by, written):
     def writes():
         stack.sources["local_compute"] += 3138
-        host.root_used += 600 * 1024**2
+        host.root_used += by
+        host.written_bytes += written
 
-    tool.during = writes
+    return writes
+
+
+def test_cache_writes_that_land_on_the_root_file_system_are_found(setting):
+    stack, host, tool, runner = setting
+    # 3138 tokens of 1 KiB were stored, none of them on the cache's device
+    tool.during = grow(stack, host, 600 * 1024**2, 0)
     assert codes(runner.run(plan(COLD))) == ["KVF-BENCH-035"]
+
+
+def test_what_others_write_to_the_root_file_system_is_only_noted(setting):
+    stack, host, tool, runner = setting
+    tool.during = grow(stack, host, 600 * 1024**2, 3138 * 1024)
+    result = runner.run(plan(COLD))
+    assert codes(result) == []
+    assert any("grew by 600 MiB" in note for note in result["notes"])
 
 
 def test_the_ram_tier_is_emptied_once_its_chunks_are_on_disk(setting):

@@ -116,6 +116,21 @@ def test_offload_that_pays():
     assert found.ratio == pytest.approx(16.1 / 11.73)
 
 
+def test_a_disk_tier_slower_than_computing_costs_although_ram_pays():
+    base = passing("20261127T080000Z", profile="gpu")
+    now = json.loads(json.dumps(passing("20261129T090000Z", profile="disk")))
+    runs = now["load"]["instances"][0]["runs"]
+    from_disk = json.loads(json.dumps(next(run for run in runs if run["run"]["name"] == "warm-c16")))
+    from_disk["run"].update(name="disk-c16", clear_ram=True)
+    from_disk["figures"]["requests_per_s"] = 5.0
+    assert history.payoff(now, [base]).state == "pays"
+    runs.append(from_disk)
+    found = history.payoff(now, [base])
+    assert found.state == "costs"
+    assert found.run == "disk-c16"
+    assert history.better_profile(now, [base]) == "gpu"
+
+
 def test_offload_that_costs_degrades_with_advice():
     base = passing("20261127T080000Z", profile="gpu")
     now = passing("20261129T090000Z", factor=1.9, earlier=[base])

@@ -147,13 +147,15 @@ class BenchSession:
             process.stdin.flush()
         except OSError:
             return 1
-        report = self._next_report(timeout_s)
-        if report is None and process.poll() is None:
+        try:
+            # None: the driver closed its end, so it is dead or dying, whether or not it can be reaped already
+            report = self._reports.get(timeout=timeout_s)
+        except queue.Empty:
             raise refuse(
                 "KVF-BENCH-026",
                 f"The load did not end within {timeout_s:.0f} s.",
                 "Read the instance's journal for hanging requests; shorten the load for slow hosts.",
-            )
+            ) from None
         return 1 if report is None else int(report["status"])
 
     def output(self) -> str:

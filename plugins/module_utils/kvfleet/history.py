@@ -228,7 +228,10 @@ def _sizes(record: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         (
             entry["name"],
             models.get(entry["name"]),
-            tuple(tuple(run["run"].get(key) for key in keys) for run in entry["runs"]),
+            # a run from the emptied RAM tier exists only where there is a disk tier
+            tuple(
+                tuple(run["run"].get(key) for key in keys) for run in entry["runs"] if not run["run"].get("clear_ram")
+            ),
         )
         for entry in (record.get("load") or {}).get("instances") or ()
         if entry.get("runs")
@@ -277,6 +280,17 @@ def _runs(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     ]
 
 
+def _is_warm(run: Mapping[str, Any]) -> bool:
+    return bool(run["run"]["phase"] == "warm")
+
+
+def _busiest_warm(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Warm runs at the highest concurrency, with their instance's name."""
+    warm = [(name, run) for name, run in _runs(record) if _is_warm(run)]
+    most = max((int(run["run"]["concurrency"]) for _, run in warm), default=0)
+    return [(name, run) for name, run in warm if int(run["run"]["concurrency"]) == most]
+
+
 def _figure(run: Mapping[str, Any], path: Sequence[str]) -> float | None:
     """The figure at ``path``; ``None`` when it was not measured."""
     value: Any = run["figures"]
@@ -312,7 +326,8 @@ class Payoff:
 def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> Payoff:
     """The tiered profile against the newest passing ``gpu`` result of the same load, host and exact release.
 
-    The busiest warm run decides. A loss within three standard errors is no loss.
+    The busiest warm runs decide, the worst of them where one was served from RAM and one from disk: a disk tier that
+    is slower than computing does not pay. A loss within three standard errors is no loss.
     """
     if record["plan_profile"] == "gpu":
         return Payoff("unknown", "Profile gpu is the baseline itself.")
@@ -331,15 +346,20 @@ def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> P
             "load on "
             "this host. Profile article measures all three.",
         )
-    reference = {(name, run["run"]["name"]): run for name, run in _runs(baseline[-1])}
+    reference = {(name, run["run"]["concurrency"]): run for name, run in _runs(baseline[-1]) if _is_warm(run)}
     pairs = [
-        (run, reference[name, run["run"]["name"]])
-        for name, run in _runs(record)
-        if run["run"]["phase"] == "warm" and (name, run["run"]["name"]) in reference
+        (run, reference[name, run["run"]["concurrency"]])
+        for name, run in _busiest_warm(record)
+        if (name, run["run"]["concurrency"]) in reference
     ]
     if not pairs:
         return Payoff("unknown", "The baseline has no warm run of this load.")
-    run, other = max(pairs, key=lambda pair: int(pair[0]["run"]["concurrency"]))
+
+    def rate_ratio(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> float:
+        now, then = (_figure(run, ("requests_per_s",)) for run in pair)
+        return now / then if now and then else math.inf
+
+    run, other = min(pairs, key=rate_ratio)
     now, then = _figure(run, ("requests_per_s",)), _figure(other, ("requests_per_s",))
     ttft, ttft_then = _figure(run, ("ttft", "mean")), _figure(other, ("ttft", "mean"))
     if now is None or then is None:
@@ -358,7 +378,7 @@ def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> P
 def better_profile(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str | None:
     """The profile that served the same load best on this host and release, when it is not the one of ``record``.
 
-    Requests per second of the busiest warm run decide, as in :func:`payoff`.
+    Requests per second of the busiest warm runs decide, as in :func:`payoff`.
     """
     best: tuple[float, str] | None = None
     for entry in (*earlier, record):
@@ -368,11 +388,8 @@ def better_profile(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any
             and comparable(record, entry, same_plan_profile=False)
         ):
             continue
-        warm = [run for _, run in _runs(entry) if run["run"]["phase"] == "warm"]
-        if not warm:
-            continue
-        busiest = max(warm, key=lambda run: int(run["run"]["concurrency"]))
-        rate = _figure(busiest, ("requests_per_s",))
+        rates = [_figure(run, ("requests_per_s",)) for _, run in _busiest_warm(entry)]
+        rate = min((value for value in rates if value is not None), default=None)
         if rate is not None and (best is None or rate > best[0]):
             best = (rate, str(entry["plan_profile"]))
     return best[1] if best and best[1] != record["plan_profile"] else None
