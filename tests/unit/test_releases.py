@@ -258,6 +258,36 @@ def test_platforms_have_short_names() -> None:
     assert platform_of("3.9", "aarch64") == "cp39-aarch64"
 
 
+def own_row(**changes: Any) -> dict[str, Any]:
+    return {**row_of("cu13-0.32.0-0.5.6"), "id": "mine", "advisories": [], **changes}
+
+
+def test_a_row_of_ones_own_cannot_bring_back_a_forbidden_pair() -> None:
+    mine = own_row(vllm="0.33.0", torch="2.14.0+cu130")
+    both = document(releases=[*DOCUMENT["releases"], mine])
+    with pytest.raises(KvfleetError, match=r"KVF-REL-012.*2\.14\.0"):
+        resolve(both, "mine", MODERN)
+    found = resolve(both, "auto", MODERN)
+    assert found.row["id"] == "cu13-0.32.0-0.5.6"
+    assert any("vLLM 0.33.0 with LMCache 0.5.6 is forbidden" in reason for reason in found.reasons)
+
+
+def test_a_row_of_ones_own_outside_the_abi_window_is_refused() -> None:
+    mine = own_row(lmcache="0.5.3", advisories=[])
+    with pytest.raises(KvfleetError, match=r"KVF-REL-040.*built against torch 2\.11\.0"):
+        resolve(document(releases=[mine], advisories=[]), "mine", MODERN)
+
+
+def test_an_lmcache_built_by_oneself_is_left_to_the_gates() -> None:
+    mine = own_row(vllm="0.33.0", torch="2.14.0+cu130", lmcache="0.5.6+torch2.14")
+    assert resolve(document(releases=[*DOCUMENT["releases"], mine]), "mine", MODERN).row["id"] == "mine"
+
+
+def test_versions_that_nobody_knows_yet_are_left_to_the_gates() -> None:
+    mine = own_row(vllm="0.40.0", torch="2.15.0+cu130", lmcache="0.6.0")
+    assert resolve(document(releases=[*DOCUMENT["releases"], mine]), "auto", MODERN).row["id"] == "mine"
+
+
 # ------------------------------------------------------------------------------------------ any pair
 
 # LMCache wheel -> torch versions that it loads next to and the vLLM releases with such a torch and the same CUDA major

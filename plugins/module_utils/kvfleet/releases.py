@@ -335,6 +335,43 @@ def _host_facts(host: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
+def _pair_conditions(source: Source, releases: Iterable[Release], release: Release) -> list[Finding]:
+    """What the pair of a row violates by itself: a row of somebody's own must not bring back what is known to break.
+
+    A local part in the version of LMCache (``0.5.6+torch2.14``) says that the wheel is not the one on PyPI; nothing is
+    known about it then, and the gates after the installation decide.
+    """
+    row = release.row
+    if release.accelerator != "cuda" or not row["lmcache"] or Version(row["lmcache"]).local:
+        return []
+    vllm, lmcache = Version(row["vllm"]), Version(row["lmcache"])
+    forbidding = _forbidding(releases, "cuda", vllm, lmcache)
+    if forbidding:
+        return [_forbidden_finding(forbidding[0], row["vllm"], row["lmcache"])]
+    _, found = _derive(source, vllm, lmcache, Version(row["torch"]))
+    return [finding for finding in found if finding.code != "KVF-REL-044"]
+
+
+def _forbidding(releases: Iterable[Release], accelerator: str, vllm: Version, lmcache: Version) -> list[Release]:
+    return [
+        release
+        for release in releases
+        if release.forbidden
+        and release.accelerator in (None, accelerator)
+        and vllm in Range(release.row["vllm"])
+        and lmcache in Range(release.row["lmcache"])
+    ]
+
+
+def _forbidden_finding(release: Release, vllm: str, lmcache: str) -> Finding:
+    return Finding(
+        "KVF-REL-012",
+        f"vLLM {vllm} with LMCache {lmcache} is forbidden: {release.row['reason']}",
+        _instead(release.row),
+        {"row": release.id},
+    )
+
+
 def _accelerator(host: Mapping[str, Any]) -> str:
     return "cuda" if host.get("driver_version") or host.get("gpus") else "cpu"
 
@@ -370,7 +407,7 @@ def resolve(source: Source, requested: str, host: Mapping[str, Any], *, allow_ad
     accelerator = _accelerator(host)
     facts = _host_facts(host)
     if requested != "auto":
-        return _named(releases, requested, host, facts, allow_advisories)
+        return _named(source, releases, requested, host, facts, allow_advisories)
     usable = ("default", "supported") if accelerator == "cuda" else ("default", "supported", "test_only")
     reasons: list[str] = []
     blocked_by_advisory: list[Release] = []
@@ -380,7 +417,7 @@ def resolve(source: Source, requested: str, host: Mapping[str, Any], *, allow_ad
             reasons.append(f"{release.id}: {release.row['reason']}")
     candidates = [r for r in releases if r.status in usable and r.accelerator == accelerator]
     for release in sorted(candidates, key=lambda r: (r.age_key, r.status == "default"), reverse=True):
-        findings = _host_conditions(release.row, **facts)
+        findings = _pair_conditions(source, releases, release) + _host_conditions(release.row, **facts)
         if findings:
             refused.append(" ".join(finding.message for finding in findings))
         elif release.advisories and not allow_advisories:
@@ -417,6 +454,7 @@ def _nothing_fits(accelerator: str, refused: list[str], blocked: list[Release]) 
 
 
 def _named(
+    source: Source,
     releases: list[Release],
     requested: str,
     host: Mapping[str, Any],
@@ -450,6 +488,7 @@ def _named(
                 {"needed": release.accelerator, "found": accelerator},
             )
         )
+    findings += _pair_conditions(source, releases, release)
     findings += _host_conditions(release.row, **facts)
     if release.advisories and not allow_advisories:
         findings.append(
@@ -508,23 +547,8 @@ def check(
     accelerator = "cpu" if cpu else "cuda"
     facts = {"driver": driver, "python": python, "glibc": glibc, "compute_capability": compute_capability}
 
-    forbidding = [
-        release
-        for release in releases
-        if release.forbidden
-        and release.accelerator in (None, accelerator)
-        and asked_vllm in Range(release.row["vllm"])
-        and asked_lmcache in Range(release.row["lmcache"])
-    ]
-    violations = [
-        Finding(
-            "KVF-REL-012",
-            f"vLLM {vllm} with LMCache {lmcache} is forbidden: {release.row['reason']}",
-            _instead(release.row),
-            {"row": release.id},
-        )
-        for release in forbidding[:1]
-    ]
+    forbidding = _forbidding(releases, accelerator, asked_vllm, asked_lmcache)
+    violations = [_forbidden_finding(release, vllm, lmcache) for release in forbidding[:1]]
     named = _row_of_pair(releases, accelerator, asked_vllm, asked_lmcache)
     if named is not None:
         row: Row | None = dict(named.row)
