@@ -630,10 +630,25 @@ def test_reuse_leaves_a_running_host_alone(existing: state.Host, capsys: pytest.
     assert "nothing to do" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", [{"disks": 3}, {"size_bytes": 2**31}, {"system_disk": False}, {"backend": "qemu"}])
+@pytest.mark.parametrize(
+    "change", [{"disks": 3}, {"size_bytes": 2**31}, {"system_disk": False}, {"backend": "qemu"}, {"port": 22002}]
+)
 def test_reuse_with_other_disks_is_refused(existing: state.Host, change: dict[str, object]) -> None:
-    with pytest.raises(tools.TesthostError, match="another backend or other disks"):
+    with pytest.raises(tools.TesthostError, match="another backend, port, memory or other disks"):
         up(reuse=True, **change)
+
+
+def test_reuse_accepts_the_same_port(existing: state.Host) -> None:
+    assert up(reuse=True, port=22001) == existing
+
+
+def test_a_network_without_its_host_is_not_a_running_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {11: "slirp4netns"}
+    monkeypatch.setattr(lifecycle, "processes_with", lambda _mark: list(names))
+    monkeypatch.setattr(lifecycle, "process_name", names.__getitem__)
+    assert not lifecycle.is_running(make_host())
+    names[12] = "systemd-nspawn"
+    assert lifecycle.is_running(make_host())
 
 
 def test_reuse_starts_a_stopped_host_again(existing: state.Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,6 +721,7 @@ def test_containers_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
         ["down"],
         ["list", "a"],
         ["up", "a", "--reus"],
+        ["_frobnicate"],
     ],
 )
 def test_wrong_usage_is_one_sentence(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,6 @@ def parser() -> argparse.ArgumentParser:
     for sub in (usage, listing):
         sub.add_argument("--json", action="store_true", help="print JSON")
     command("doctor", "Say what is missing on this machine.", host=False)
-    for internal in ("_boot", "_supervise"):
-        commands.add_parser(internal).add_argument("name")
     return top
 
 
@@ -197,8 +195,6 @@ def run_command(args: argparse.Namespace) -> int:
         list_hosts(args.json)
     elif command == "doctor":
         return doctor()
-    elif command == "_supervise":
-        return lifecycle.supervise(args.name)
     else:
         return run_host_command(command, known_host(args.name), args)
     return 0
@@ -206,8 +202,6 @@ def run_command(args: argparse.Namespace) -> int:
 
 def run_host_command(command: str, host: Host, args: argparse.Namespace) -> int:
     """Run a command on a host that exists and return its exit status."""
-    if command == "_boot":
-        return lifecycle.boot(host)
     if command == "ssh":
         exec_ssh(host, args.words)
     elif command == "ssh-config":
@@ -227,10 +221,15 @@ def run_host_command(command: str, host: Host, args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: 0 done, 1 failed with one sentence, 64 wrong usage."""
-    args = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     extend_path()
     try:
-        return run_command(args)
+        # how a host's own processes call this script
+        if words[:1] == ["_boot"]:
+            return lifecycle.boot(known_host(words[1]))
+        if words[:1] == ["_supervise"]:
+            return lifecycle.supervise(words[1])
+        return run_command(parser().parse_args(words))
     except TesthostError as error:
         print(f"testhost: {error}", file=sys.stderr)
         return EXIT_FAILED

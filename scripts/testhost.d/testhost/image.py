@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .access import make_key
 from .state import all_hosts, cache_folder
-from .tools import TesthostError, locked, run, say
+from .tools import TesthostError, kill_all, locked, processes_with, run, say
 
 SUITE = "bookworm"
 ROOT_PARTUUID = "7e57a057-0000-4000-8000-000000000001"
@@ -39,6 +39,8 @@ ENABLED_UNITS: Mapping[str, Mapping[str, str]] = {
         "sysinit.target.wants": "/etc/systemd/system/testhost-hostkey.service",
     },
 }
+# marks the processes of a build, so that what a killed one left is found
+BUILD_MARKER = "KVFLEET_TESTHOST_BUILD=1"
 DEFAULT_SOURCES = """\
 Types: deb
 URIs: http://deb.debian.org/debian
@@ -222,9 +224,11 @@ def build_image(backend: str, *, force: bool = False) -> Image:
             return image
         say(f"building the Debian {SUITE} image for {backend} hosts in {image.folder} (once; about a minute)")
         cache_folder().chmod(0o700)
+        # under the lock nobody else is building: what is left belongs to a killed run, perhaps with children alive
+        if not kill_all(lambda: processes_with(BUILD_MARKER)):
+            raise TesthostError(f"processes of a killed build would not end: {processes_with(BUILD_MARKER)}.")
         for left in cache_folder().glob("build.*"):
-            # under the lock nobody is building: a killed run left it
-            shutil.rmtree(left)
+            run(["rm", "-rf", "--one-file-system", left])
         work = Path(tempfile.mkdtemp(prefix="build.", dir=cache_folder()))
         try:
             new = Image(work / "image")
@@ -249,7 +253,8 @@ def _bootstrap(work: Path, backend: str) -> None:
     excluded = [f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("man", "locale", "doc")]
     # the kernel starts without an initrd, so none is built
     run([
-        "env", "INITRD=No", "mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", "--format=directory",
+        "env", "INITRD=No", BUILD_MARKER,
+        "mmdebstrap", "--quiet", "--variant=minbase", "--mode=root", "--format=directory",
         f"--include={','.join(packages)}", "--dpkgopt=force-unsafe-io", *excluded,
         "--aptopt=Apt::Install-Recommends \"false\"", SUITE, tree, sources,
     ])  # fmt: skip

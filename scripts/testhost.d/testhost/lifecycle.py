@@ -23,6 +23,7 @@ from .tools import (
     locked,
     mounts_below,
     need_packages,
+    process_name,
     processes_with,
     run,
     say,
@@ -67,8 +68,8 @@ def port_is_free(port: int) -> bool:
 
 
 def is_running(host: Host) -> bool:
-    """Return whether the host's supervisor is alive."""
-    return bool(processes_with(host.marker))
+    """Return whether the host's supervisor is alive; its network alone, which a power-off leaves, is no host."""
+    return any(process_name(process) != "slirp4netns" for process in processes_with(host.marker))
 
 
 def start(host: Host) -> None:
@@ -80,19 +81,19 @@ def start(host: Host) -> None:
     else:
         machine.make_root(host, image)
     name, _, value = host.marker.partition("=")
-    env = {**os.environ, name: value}
     if has_systemd():
+        kept = {key: os.environ[key] for key in ("KVFLEET_TESTHOST_STATE", "KVFLEET_CACHE", "XDG_CACHE_HOME", "HOME")
+                if key in os.environ}  # fmt: skip
         properties = ["Delegate=yes", "KillMode=mixed", "TasksMax=16384", f"StandardOutput=append:{host.console}",
                       "StandardError=inherit", "Restart=no", f"RestartForceExitStatus={REBOOT_STATUS}",
                       f"SuccessExitStatus={REBOOT_STATUS}", "StartLimitIntervalSec=0"]  # fmt: skip
         run([
-            "systemd-run", "--quiet", "--collect", f"--unit={host.ident}", f"--setenv={name}={value}",
-            *(f"--setenv={key}={os.environ[key]}" for key in ("KVFLEET_TESTHOST_STATE", "KVFLEET_CACHE", "HOME")
-              if key in os.environ),
+            "systemd-run", "--quiet", "--collect", f"--unit={host.ident}",
+            *(f"--setenv={key}={value}" for key, value in {**kept, name: value}.items()),
             *(f"--property={item}" for item in properties), sys.executable, SCRIPT, "_boot", host.name,
         ])  # fmt: skip
     else:
-        spawn_detached([sys.executable, SCRIPT, "_supervise", host.name], host.console, env)
+        spawn_detached([sys.executable, SCRIPT, "_supervise", host.name], host.console, {**os.environ, name: value})
     wait_ready(host, START_SECONDS[host.backend])
 
 
@@ -142,7 +143,10 @@ def up(
     with locked(state_folder() / f".{name}.lock", name):
         host = load_host(name)
         if host is not None and host.ready:
-            return _reuse(host, backend, [(role, size_bytes) for role in roles], reuse)
+            same = host.backend == backend and [(d.role, d.size_bytes) for d in host.disks] == [
+                (role, size_bytes) for role in roles
+            ]
+            return _reuse(host, reuse, same and port in (None, host.port) and memory_mib in (None, host.memory_mib))
         if (state_folder() / name).exists():
             say(f"an interrupted run left parts of {name}: removing them")
             remove(name)
@@ -185,15 +189,16 @@ def _mark_ready(name: str) -> None:
         host.save()
 
 
-def _reuse(host: Host, backend: str, disks: list[tuple[str, int]], reuse: bool) -> Host:
+def _reuse(host: Host, reuse: bool, same: bool) -> Host:
     name = host.name
     running = is_running(host)
     if not reuse:
         state = "is running already" if running else "exists but is stopped"
         raise TesthostError(f"{name} {state}: add --reuse to go on with it, or 'testhost down {name}' to remove it.")
-    if host.backend != backend or [(disk.role, disk.size_bytes) for disk in host.disks] != disks:
+    if not same:
         raise TesthostError(
-            f"{name} exists with another backend or other disks: 'testhost down {name}' first, or ask for the same."
+            f"{name} exists with another backend, port, memory or other disks: 'testhost down {name}' first, "
+            "or ask for the same."
         )
     if running and ssh(host, "true").returncode == 0:
         say(f"{name} is running already: nothing to do")
@@ -261,7 +266,6 @@ def down(name: str) -> None:
         return
     with locked(state_folder() / f".{name}.lock", name):
         remove(name)
-        (state_folder() / f".{name}.lock").unlink(missing_ok=True)
     say(f"{name} is gone")
 
 
@@ -284,5 +288,6 @@ def swap(host: Host) -> None:
     """Turn the order around in which the host's kernel finds its disks, from its next boot on."""
     if len(host.disks) < 2:
         raise TesthostError(f"{host.name} has {len(host.disks)} disk: there is nothing to swap.")
-    host.order.reverse()
-    host.save()
+    with locked(state_folder() / f".{host.name}.lock", host.name):
+        host.order.reverse()
+        host.save()

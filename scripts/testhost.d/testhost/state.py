@@ -27,8 +27,9 @@ def state_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder that holds images: below ``KVFLEET_CACHE`` or ~/.cache/kvfleet."""
-    return Path(os.environ.get("KVFLEET_CACHE") or Path.home() / ".cache" / "kvfleet") / "testhost"
+    """Return the folder that holds images: below ``KVFLEET_CACHE``, else below kvfleet/ in the user's cache folder."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfleet"
+    return Path(os.environ.get("KVFLEET_CACHE") or user) / "testhost"
 
 
 def checked_name(name: str) -> str:

@@ -186,6 +186,14 @@ def processes_with(marker: str, proc: Path = Path("/proc")) -> list[int]:
     return sorted(found)
 
 
+def process_name(process: int, proc: Path = Path("/proc")) -> str:
+    """Return the short name of a process, or an empty text when it is gone."""
+    try:
+        return (proc / str(process) / "comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def kill_all(processes: Callable[[], Iterable[int]], seconds: float = 15) -> bool:
     """Kill processes until none is left; return whether that worked within the time."""
 

@@ -180,6 +180,20 @@ def test_a_host_that_died_is_started_again_with_its_files(name: str) -> None:
     assert on_host(name, "cat /root/mark") == "kept"
 
 
+def test_a_host_that_powered_off_is_stopped_and_starts_again(name: str) -> None:
+    tool("up", name)
+    first = boot_id(name)
+    tool("ssh", name, "systemctl poweroff", check=False)
+    for _ in range(100):
+        (host,) = [host for host in json.loads(tool("list", "--json")) if host["name"] == name]
+        if host["state"] == "stopped":
+            break
+        time.sleep(0.2)
+    assert host["state"] == "stopped"
+    tool("up", name, "--reuse")
+    assert boot_id(name) != first
+
+
 @pytest.mark.parametrize("after_s", [0.1, 0.3, 0.6, 1.0])
 def test_a_killed_up_leaves_nothing_that_the_next_one_does_not_clean(name: str, after_s: float) -> None:
     first = subprocess.Popen([TESTHOST, "up", name], env=ENV, stderr=subprocess.PIPE, text=True)
