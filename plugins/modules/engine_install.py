@@ -45,6 +45,13 @@ options:
     type: list
     elements: str
     default: []
+  instances:
+    description:
+      - Instances that will run on the release (C(kvfleet_plan['instances'])); the release's own parser has to take their
+        C(command).
+    type: list
+    elements: dict
+    default: []
 attributes:
   check_mode:
     description: Says what would be installed.
@@ -93,12 +100,18 @@ def main() -> None:
             "bundle": {"type": "dict"},
             "bundle_folder": {"type": "path"},
             "packages": {"type": "list", "elements": "str", "default": []},
+            "instances": {"type": "list", "elements": "dict", "default": []},
         },
         supports_check_mode=True,
     )
     options = module.params
     layout = engine.Layout(Path(options["root"]))
     row = options["release"]
+    commands = [
+        (str(one["name"]), [str(word) for word in one["command"][1:]])
+        for one in options["instances"]
+        if one.get("command")
+    ]
     try:
         lock = parse_lock(options["lock"], options["lock_name"])
         engine.check_lock(row, lock)
@@ -123,9 +136,10 @@ def main() -> None:
                 bundle=bundle,
                 bundle_folder=folder,
                 packages=options["packages"],
+                commands=commands,
             )
         else:
-            gates = engine.prove_again(layout, Path(found["path"]), row, lock, run_command)
+            gates = engine.prove_again(layout, Path(found["path"]), row, lock, run_command, commands)
             result = {"changed": True, "path": found["path"], "gates": [gate.as_dict() for gate in gates]}
     except KvfleetError as error:
         module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])

@@ -54,6 +54,23 @@ def main():
     # like the real command, which asks for the distribution called vllm
     print(importlib.metadata.version("vllm"))
 """
+# the layout of vLLM's command: a main that parses and hands over to the subcommand's cmd
+_CLI_MAIN = """
+import argparse, sys
+from vllm.entrypoints.cli import serve
+def main():
+    parser = argparse.ArgumentParser("vllm")
+    words = parser.add_subparsers(required=True).add_parser("serve")
+    words.add_argument("model")
+    words.add_argument("--port", type=int)
+    serve.ServeSubcommand.cmd(parser.parse_args())
+"""
+_CLI_SERVE = """
+class ServeSubcommand:
+    @staticmethod
+    def cmd(arguments):
+        raise RuntimeError("it would serve now")
+"""
 _FACTORY = """
 import importlib
 class KVConnectorFactory:
@@ -127,6 +144,10 @@ def make_release(
                 "vllm/__init__.py": "",
                 "vllm/cli.py": main,
                 "vllm/config.py": _CONFIG,
+                "vllm/entrypoints/__init__.py": "",
+                "vllm/entrypoints/cli/__init__.py": "",
+                "vllm/entrypoints/cli/main.py": _CLI_MAIN,
+                "vllm/entrypoints/cli/serve.py": _CLI_SERVE,
                 "vllm/distributed/__init__.py": "",
                 "vllm/distributed/kv_transfer/__init__.py": "",
                 "vllm/distributed/kv_transfer/kv_connector/__init__.py": "",

@@ -261,6 +261,16 @@ def test_gates_run_again_when_the_row_changed_and_only_then(host: Host) -> None:
     assert engine.state(host.layout, good, lock, host.run)["prove"] is False
 
 
+def test_command_lines_are_parsed_by_the_releases_own_parser(host: Host) -> None:
+    row, lock, text, index, folder = host.bundle()
+    bad = [("small", ["serve", "/m", "--port", "1"]), ("large", ["serve", "/m", "--disable-log-requests"])]
+    with pytest.raises(KvfleetError, match=r"gate arguments: large: .*unrecognized arguments: --disable-log-requests"):
+        engine.install(host.layout, row, lock, text, host.run, bundle=index, bundle_folder=folder, commands=bad)
+    assert names(host.layout.releases) == []
+    done = engine.install(host.layout, row, lock, text, host.run, bundle=index, bundle_folder=folder, commands=bad[:1])
+    assert "arguments" in [gate["gate"] for gate in done["gates"]]
+
+
 def test_too_little_room_is_refused_before_anything_is_unpacked(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     row, lock, text, index, folder = host.bundle()
     free = type("usage", (), {"free": 1000})

@@ -305,6 +305,7 @@ def install(
     bundle: BundleIndex | None = None,
     bundle_folder: Path | None = None,
     packages: Sequence[str] = (),
+    commands: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> dict[str, Any]:
     """Build the release, prove it, give it its name; return ``path`` and ``gates``.
 
@@ -335,7 +336,7 @@ def install(
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
         try:
             _build(layout, row, lock_text, run, uv=uv, python=python, partial=partial, wheels=wheels)
-            gates = prove(partial, row, run)
+            gates = prove(partial, row, run, commands)
             _write_marker(partial, row, lock, gates, python)
             if target.exists():  # only a directory without a marker can lie there: it was never complete
                 shutil.rmtree(target)
@@ -668,6 +669,24 @@ print()
 print(json.dumps(found))
 """
 
+# parses each command line with the release's own parser, as its command would, and stops before serving
+_ARGUMENTS_SCRIPT = r"""
+import contextlib, io, json, sys
+import vllm.entrypoints.cli.main as cli
+import vllm.entrypoints.cli.serve as serve
+serve.ServeSubcommand.cmd = staticmethod(lambda arguments: None)
+for name, words in json.loads(sys.argv[1]):
+    sys.argv = ["vllm", *words]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            cli.main()
+    except SystemExit as end:
+        if end.code:
+            lines = said.getvalue().strip().splitlines() or ["status %s" % end.code]
+            raise SystemExit("%s: %s" % (name, lines[-1]))
+"""
+
 _QUIET = (
     "VLLM_NO_USAGE_STATS=1",
     "DO_NOT_TRACK=1",
@@ -679,11 +698,16 @@ _QUIET = (
 )
 
 
-def prove(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[Gate]:
+def prove(
+    folder: Path, row: Mapping[str, Any], run: CommandRunner, commands: Sequence[tuple[str, Sequence[str]]] = ()
+) -> list[Gate]:
     """Run every gate of a release directory in its own interpreter; raise KVF-ENG-020 with all that failed.
 
+    ``commands``: names of instances with the words after ``vllm`` that will start them.
+
     Gates: versions equal the row, torch and its build, the ABI probe, the connector class through vLLM's own loader,
-    the ``vllm`` command's version, LMCache's server command (mode mp), and the prerequisites of run-time compilation.
+    the ``vllm`` command's version and its parser against ``commands`` (a flag that a release dropped ends an instance
+    at once), LMCache's server command (mode mp), and the prerequisites of run-time compilation.
     """
     layout = Layout(folder.parent.parent)
     environment = [*_environment(layout), *_QUIET]
@@ -693,14 +717,16 @@ def prove(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[Gate
         answer = run([*environment, *argv], timeout_s=_GATE_LIMIT_S)
         return answer, (datetime.datetime.now(datetime.timezone.utc) - start).total_seconds()
 
-    commands: dict[str, list[str]] = {
+    programs: dict[str, list[str]] = {
         "python": [str(folder / "bin" / "python"), "-c", _GATE_SCRIPT, json.dumps(dict(row))],
         "vllm": [str(folder / "bin" / "vllm"), "--version"],
     }
     if row["mode"] == "mp":
-        commands["lmcache"] = [str(folder / "bin" / "lmcache"), "server", "--help"]
-    with ThreadPoolExecutor(max_workers=len(commands)) as pool:
-        answers = dict(zip(commands, pool.map(timed, commands.values())))
+        programs["lmcache"] = [str(folder / "bin" / "lmcache"), "server", "--help"]
+    if commands:
+        programs["arguments"] = [str(folder / "bin" / "python"), "-c", _ARGUMENTS_SCRIPT, json.dumps(list(commands))]
+    with ThreadPoolExecutor(max_workers=len(programs)) as pool:
+        answers = dict(zip(programs, pool.map(timed, programs.values())))
     gates = _script_gates(*answers["python"])
     answer, seconds = answers["vllm"]
     printed = answer.stdout.strip().splitlines()[-1:] if answer.ok else []
@@ -711,6 +737,10 @@ def prove(folder: Path, row: Mapping[str, Any], run: CommandRunner) -> list[Gate
         good = answer.ok and "--l1-size-gb" in answer.stdout
         detail = "lmcache server takes its arguments" if good else _last_words(answer)
         gates.append(Gate("lmcache", good, detail, seconds))
+    if "arguments" in answers:
+        answer, seconds = answers["arguments"]
+        detail = f"vllm takes the command lines of {len(commands)} instance(s)" if answer.ok else _last_words(answer)
+        gates.append(Gate("arguments", answer.ok, detail, seconds))
     gates += jit_gates(folder, row, run)
     failed = [gate for gate in gates if not gate.ok]
     if failed:
@@ -768,10 +798,17 @@ def jit_gates(
     return gates
 
 
-def prove_again(layout: Layout, folder: Path, row: Mapping[str, Any], lock: Lock, run: CommandRunner) -> list[Gate]:
+def prove_again(
+    layout: Layout,
+    folder: Path,
+    row: Mapping[str, Any],
+    lock: Lock,
+    run: CommandRunner,
+    commands: Sequence[tuple[str, Sequence[str]]] = (),
+) -> list[Gate]:
     """Run the gates of an installed release whose row changed, and remember the result."""
     with exclusive(layout):
-        gates = prove(folder, row, run)
+        gates = prove(folder, row, run, commands)
         marker = read_marker(folder) or {}
         _write_marker(folder, row, lock, gates, str(marker.get("python", "")))
         return gates
