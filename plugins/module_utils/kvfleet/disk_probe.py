@@ -272,6 +272,8 @@ def _serial(kind: str, block: Path, major_minor: str, link: str, paths: HostPath
     if known.get("ID_SERIAL_SHORT"):
         return known["ID_SERIAL_SHORT"], "udev"
     name = Path(link).name
+    if name.startswith("md-uuid-"):
+        return name[len("md-uuid-") :], "link"
     return (re.split(r"[_-]", name)[-1], "link") if link and "_" in name else ("", "")
 
 

@@ -20,7 +20,7 @@ from labels import bluestore, md_member, recorded, zfs_member
 from kvfleet.core.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from conftest import Bench, Disk
+    from disk_bench import Bench, Disk
 
 FORMATTED = "formatted and mounted"
 UNCHANGED = "unchanged"

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from disk_bench import Bench, Disk, sh
 from states import gpt_partitions, ours_unmounted
 
-from conftest import Bench, Disk, sh
 from kvfleet.core.disk_actions import present
 from kvfleet.core.disk_probe import read_record
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from disk_bench import Bench, sh, until
 from states import ext4, ours
 
-from conftest import Bench, sh, until
 from kvfleet.core.command import CommandResult, run_command
 from kvfleet.core.disk_actions import present, report, unmounted
 from kvfleet.core.disk_probe import list_candidates

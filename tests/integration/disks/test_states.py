@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from disk_bench import Bench, sh
 from states import FORMATTED, MOUNTED, STATES, UNCHANGED, State
 
-from conftest import Bench, sh
 from kvfleet.core.disk_actions import present, report
 from kvfleet.core.disk_probe import list_candidates
 from kvfleet.core.findings import KvfleetError

@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from disk_bench import Bench, sh
 
-from conftest import Bench, sh
 from kvfleet.core.disk_actions import present, report, unmounted
 from kvfleet.core.disks import PARTITION_NAME, PARTITION_TYPE_GUID
 from kvfleet.core.findings import KvfleetError
