@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -74,6 +74,8 @@ def test_order_is_packagings_order(one: str, other: str) -> None:
 
 
 @settings(deadline=None)
+@example("0.dev0", "<0.post1")
+@example("1.0.post1", ">1.0rc1")
 @given(versions, st.lists(clauses, min_size=1, max_size=3).map(",".join))
 def test_ranges_hold_as_packagings_do(version: str, text: str) -> None:
     assert (version in Range(text)) == SpecifierSet(text).contains(version, prereleases=True)

@@ -163,15 +163,12 @@ def _holds(candidate: Version, operator: str, operand: str) -> bool:
         if wanted.epoch:
             prefix = f"{wanted.epoch}!{prefix}"
         return plain >= wanted and _has_prefix(candidate, prefix)
-    same_release = _same_release(candidate, wanted)
     if operator == "<":
         # 0.5.7rc2 is not "below 0.5.7" in the sense of a range, unless the limit is a pre-release itself
-        if same_release and candidate.is_prerelease and not wanted.is_prerelease:
-            return False
-        return plain < wanted
+        return plain < (wanted if wanted.is_prerelease else Version(f"{wanted.public}.dev0"))
     # ">": a later build of the same release is not above it
-    if same_release and candidate.post is not None and wanted.post is None:
-        return False
+    if wanted.post is None and wanted.dev is None and _same_release(candidate, wanted):
+        return plain > wanted and candidate.pre != wanted.pre
     return plain > wanted
 
 
