@@ -300,27 +300,27 @@ def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
     # the disk tools live in sbin, which an unprivileged user's PATH lacks
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    settings = settings_from(module.params)
-    run = DiskRun(
-        settings,
-        run_command,
-        HostPaths(),
-        check_mode=module.check_mode,
-        limits=HealthLimits(
-            module.params["health_max_used_percent"],
-            module.params["health_min_spare_percent"],
-            module.params["health_max_media_errors"],
-        ),
-        measure=module.params["measure_speed"],
-        chunk_bytes=module.params["chunk_bytes"],
-    )
-    state = module.params["state"]
+    run: DiskRun | None = None
     try:
+        settings = settings_from(module.params)
+        run = DiskRun(
+            settings,
+            run_command,
+            HostPaths(),
+            check_mode=module.check_mode,
+            limits=HealthLimits(
+                module.params["health_max_used_percent"],
+                module.params["health_min_spare_percent"],
+                module.params["health_max_media_errors"],
+            ),
+            measure=module.params["measure_speed"],
+            chunk_bytes=module.params["chunk_bytes"],
+        )
+        state = module.params["state"]
         if state == "report" and not settings.device:
-            found = list_candidates(settings, run_command)
             module.exit_json(
                 changed=False,
-                candidates=found,
+                candidates=list_candidates(settings, run_command),
                 mount_point=settings.mount_point,
                 mounted=False,
                 steps=[],
@@ -329,12 +329,9 @@ def main() -> None:
             )
         result = {"report": report, "present": present, "unmounted": unmounted}[state](run)
     except KvfleetError as error:
-        module.fail_json(
-            msg=str(error),
-            findings=[finding.as_dict() for finding in error.findings],
-            steps=run.steps,
-            changed=bool(run.steps),
-        )
+        steps = run.steps if run is not None else []
+        findings = [finding.as_dict() for finding in error.findings]
+        module.fail_json(msg=str(error), findings=findings, steps=steps, changed=bool(steps))
     result["warnings_found"] = result.pop("warnings", [])
     for finding in result["warnings_found"]:
         module.warn(f"{finding['code']}: {finding['message']} {finding['fix']}")

@@ -37,6 +37,7 @@ from kvfleet.core.disks import (
     serial_matches_link,
     settings_from,
 )
+from kvfleet.core.findings import KvfleetError
 from kvfleet.core.units import GIB, MIB
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "disks"
@@ -142,6 +143,13 @@ def test_false_in_any_spelling_is_no(value: Any) -> None:
     settings = settings_from({"device": LINK, "serial": SERIAL, "format": value})
     assert settings.format is False
     assert check_settings(settings) == []
+
+
+@pytest.mark.parametrize("value", ["seven", True, "nan", [7], "1e999"])
+def test_numbers_that_are_none_name_their_variable(value: Any) -> None:
+    with pytest.raises(KvfleetError, match=r"KVF-DISK-005: cache_disk_spare_percent is .*not a number"):
+        settings_from({"cache_disk_spare_percent": value})
+    assert settings_from({"cache_disk_spare_percent": "7.5"}).spare_percent == 7.5
 
 
 def test_true_is_yes() -> None:

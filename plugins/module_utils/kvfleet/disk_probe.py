@@ -31,15 +31,12 @@ from .disks import (
     PartitionProbe,
     Signature,
     TableProbe,
-    check_cache_disk,
     decide,
     filesystem_finished,
     parse_record,
     parse_tables,
     serial_matches_link,
-    settings_from,
 )
-from .findings import Finding
 from .units import GIB
 
 #: Mount points whose disk is the system's: losing it loses the host.
@@ -608,13 +605,6 @@ def probe_disk(settings: DiskSettings, runner: CommandRunner, paths: HostPaths =
         exclusive_error=exclusive,
         errors=tuple(dict.fromkeys(errors)),
     )
-
-
-def check_host_disk(values: Mapping[str, Any], runner: CommandRunner, paths: HostPaths = HostPaths()) -> list[Finding]:
-    """Why the disk that ``values`` (``cache_disk_*``) name could not be used; the planner's question, reads only."""
-    settings = settings_from(values)
-    probe = probe_disk(settings, runner, paths)
-    return check_cache_disk(probe, settings, read_record(settings.serial, paths), machine_id(paths))
 
 
 # --------------------------------------------------------------------------------------------------- all disks

@@ -7,6 +7,7 @@ The one rule behind all others: a disk is somebody's until every probe says that
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import uuid
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from .findings import Finding
+from .findings import Finding, refuse
 from .units import GIB, KIB, MIB, human_bytes
 
 #: GPT type of a kvfleet cache partition; no other software uses it.
@@ -142,11 +143,23 @@ class DiskSettings:
         return self.data_directory or str(PurePosixPath(self.mount_point) / "data")
 
 
+def _number(name: str, value: Any) -> float:
+    """A finite number, also from a text as ``-e name=7`` produces it; a refusal that names the variable otherwise."""
+    try:
+        number = float("x" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise refuse("KVF-DISK-005", f"{name} is {value!r}, not a number.", f"Set {name} to a plain number.")
+    return number
+
+
 def settings_from(values: Mapping[str, Any]) -> DiskSettings:
     """Build settings from inventory values with or without the prefix ``cache_disk_``; unknown names are left out.
 
     ``format`` and ``allow_raid0`` are true only for a real ``True``: the string ``"false"``, which Ansible's
-    ``-e name=false`` produces, is a non-empty string and must never arm a formatter.
+    ``-e name=false`` produces, is a non-empty string and must never arm a formatter. Raises :class:`KvfleetError` for
+    a number that is none.
     """
     plain = {
         str(key)[len("cache_disk_") :] if str(key).startswith("cache_disk_") else str(key): value
@@ -168,7 +181,7 @@ def settings_from(values: Mapping[str, Any]) -> DiskSettings:
             known[name] = str(plain[name]).strip()
     for name in ("min_size_gib", "max_size_gib", "spare_percent"):
         if plain.get(name) not in (None, ""):
-            known[name] = float(plain[name])
+            known[name] = _number(f"cache_disk_{name}", plain[name])
     texts = []
     for name in ("format", "allow_raid0"):
         value = plain.get(name)
