@@ -47,8 +47,8 @@ options:
     default: []
   instances:
     description:
-      - Instances that will run on the release (C(kvfleet_plan['instances'])); the release's own parser has to take their
-        C(command).
+      - Instances that will run on the release (C(kvfleet_plan['instances'])); the release's own parser has to take the
+        C(command) of each.
     type: list
     elements: dict
     default: []
