@@ -11,6 +11,8 @@ from .state import Host
 from .tools import TesthostError, run, wait_until
 
 KEY_TYPE = "ed25519"
+# until systemd has started everything that is enabled
+SETTLE_SECONDS = 900
 
 
 def make_key(path: Path, comment: str) -> str:
@@ -118,7 +120,8 @@ def wait_ready(host: Host, seconds: float) -> None:
             f"{host.name} did not answer over SSH within {seconds:.0f} s ({reason}); its console ends with:\n"
             f"{console_tail(host)}\n'testhost down {host.name}' removes it."
         )
-    state = ssh(host, "systemctl is-system-running --wait", timeout=max(seconds, 60))
+    # a host that starts again may have services that load a model first
+    state = ssh(host, "systemctl is-system-running --wait", timeout=SETTLE_SECONDS)
     if state.returncode != 0:
         failed = ssh(host, "systemctl --failed --no-legend --plain").stdout.split("\n")
         units = ", ".join(line.split()[0] for line in failed if line.strip()) or "none named"
