@@ -600,7 +600,7 @@ def _write_marker(folder: Path, row: Mapping[str, Any], lock: Lock, gates: Seque
         "gates": [gate.as_dict() for gate in gates],
         "distributions": _distributions(folder),
         "python": python,
-        "installed": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "installed": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
     }
     path = folder / MARKER
     beside = path.with_name(f"{MARKER}.new")
