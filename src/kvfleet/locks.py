@@ -37,7 +37,7 @@ TOOLS_ROW: dict[str, Any] = {
     "accelerator": "none",
     "leave_out": [],
     "glibc": "2.31",
-    "machines": ["x86_64", "aarch64"],
+    "machines": ["x86_64"],
 }
 #: the flat page of torch's CPU builds: links of this one package, so that nothing else is taken from there
 TORCH_CPU_LINKS = "https://download.pytorch.org/whl/cpu/torch/"

@@ -119,6 +119,14 @@ def test_a_tampered_lock_fails_with_its_name(place: dict[str, Any], capsys: pyte
             assert "KVF-REL-050: Lock stub-1.txt, line" in failed["msg"]
 
 
+def test_a_lock_that_is_not_there_fails_with_the_command(
+    place: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = call(engine_check, capsys, **{**place["arguments"], "lock": ""})
+    assert "KVF-REL-056: There is no lock stub-1.txt" in failed["msg"]
+    assert "kvfleet lock" in failed["msg"]
+
+
 def test_a_lock_of_another_release_fails_before_anything(
     place: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,8 +71,12 @@ def lock_name(release: str, platform: str) -> str:
 def parse_lock(text: str, name: str) -> Lock:
     """Read a lock; refuse (KVF-REL-050), by file and line, what is not one exact version with its sha256 sums.
 
-    ``name`` is the file's name for the message.
+    ``name`` is the file's name for the message. A text without anything is a lock that was not found (KVF-REL-056).
     """
+    if not text.strip():
+        raise refuse(
+            "KVF-REL-056", f"There is no lock {name}, or it is empty.", "Make it with kvfleet lock, or set engine_lock."
+        )
     header = {"release": "", "platform": "", "glibc": ""}
     pins: list[Pin] = []
     pending, first = "", 0
