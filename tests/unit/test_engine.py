@@ -210,7 +210,10 @@ def test_a_truncated_part_is_refused_by_name_and_the_next_run_repairs_it(host: H
         engine.install(host.layout, row, lock, text, host.run, bundle=index, bundle_folder=folder)
     assert names(host.layout.releases) == []
     part.write_bytes(data)
+    host.layout.incoming.mkdir()
+    (host.layout.incoming / "other.tar.part001").write_text("left by a run that was given up")
     assert engine.install(host.layout, row, lock, text, host.run, bundle=index, bundle_folder=folder)["changed"]
+    assert not host.layout.incoming.exists()
 
 
 def test_what_an_interrupted_run_left_is_cleared_and_never_used(host: Host, ready: Callable[..., Path]) -> None:
@@ -333,6 +336,7 @@ def test_the_environment_of_root_does_not_reach_uv(host: Host, monkeypatch: pyte
         if "sync" in call or "venv" in call:
             assert call[:2] == ["env", "-i"]
             assert not [word for word in call if "evil" in word]
+            assert f"HOME={host.layout.tools}" in call
             assert "https_proxy=http://proxy.invalid:3128" in call
 
 

@@ -18,6 +18,7 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -343,6 +344,8 @@ def install(
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+        # parts that an earlier run brought for a release that nobody asked for again
+        shutil.rmtree(layout.incoming, ignore_errors=True)
         return {"path": str(target), "gates": [gate.as_dict() for gate in gates], "changed": True}
 
 
@@ -488,7 +491,7 @@ def _must(answer: CommandResult, code: str, what: str, fix: str) -> CommandResul
     return answer
 
 
-def _environment(layout: Layout, *assignments: str) -> list[str]:
+def _environment(home: Path, *assignments: str) -> list[str]:
     """A clean environment for uv and the gates: what the host's root has set must not decide what is installed."""
     keep = [
         f"{name}={os.environ[name]}"
@@ -496,7 +499,7 @@ def _environment(layout: Layout, *assignments: str) -> list[str]:
         if name in os.environ
     ]
     path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    return ["env", "-i", f"PATH={path}", "LC_ALL=C.UTF-8", f"HOME={layout.tools}", *keep, *assignments]
+    return ["env", "-i", f"PATH={path}", "LC_ALL=C.UTF-8", f"HOME={home}", *keep, *assignments]
 
 
 def _build(
@@ -512,7 +515,7 @@ def _build(
 ) -> None:
     """Fill a directory: virtual environment, all wheels in one transaction, metadata alias, file modes."""
     environment = _environment(
-        layout,
+        layout.tools,
         f"UV_CACHE_DIR={layout.uv_cache}",
         "UV_NO_CONFIG=1",
         "UV_PYTHON_DOWNLOADS=never",
@@ -634,9 +637,9 @@ def versions():
     if row["lmcache"]:
         names["lmcache"] = row["lmcache"]
     have = {name: importlib.metadata.version(name) for name in names}
-    wrong = ["%s %s instead of %s" % (n, have[n], names[n]) for n in names if public(have[n]) != names[n]]
+    wrong = [n for n in names if names[n] not in (have[n], public(have[n]))]
     if wrong:
-        raise RuntimeError(", ".join(wrong))
+        raise RuntimeError(", ".join("%s %s instead of %s" % (n, have[n], names[n]) for n in wrong))
     return ", ".join("%s %s" % item for item in sorted(have.items()))
 def torch():
     import torch
@@ -709,12 +712,12 @@ def prove(
     the ``vllm`` command's version and its parser against ``commands`` (a flag that a release dropped ends an instance
     at once), LMCache's server command (mode mp), and the prerequisites of run-time compilation.
     """
-    layout = Layout(folder.parent.parent)
-    environment = [*_environment(layout), *_QUIET]
 
     def timed(argv: Sequence[str]) -> tuple[CommandResult, float]:
         start = datetime.datetime.now(datetime.timezone.utc)
-        answer = run([*environment, *argv], timeout_s=_GATE_LIMIT_S)
+        # whatever the packages write at import belongs to nobody
+        with tempfile.TemporaryDirectory(prefix="kvfleet-gate-") as home:
+            answer = run([*_environment(Path(home)), *_QUIET, *argv], timeout_s=_GATE_LIMIT_S)
         return answer, (datetime.datetime.now(datetime.timezone.utc) - start).total_seconds()
 
     programs: dict[str, list[str]] = {
