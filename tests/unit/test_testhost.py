@@ -17,7 +17,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS / "testhost.d"))
 
-from testhost import access, cli, container, disks, image, lifecycle, machine, state, tools  # noqa: E402
+from testhost import access, cli, container, disks, image, lifecycle, machine, recipe, state, tools  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -266,6 +266,18 @@ def test_allocated_bytes_count_blocks_not_length(tmp_path: Path) -> None:
     assert 2**20 <= du < 2**21
 
 
+def test_loops_are_found_by_their_folder_even_when_the_file_is_gone() -> None:
+    # lines of losetup --list --raw from util-linux 2.38
+    listing = (
+        "/dev/loop0 /cache/root.sqfs\n"
+        "/dev/loop1 /var/tmp/t/node1/disk1.img\n"
+        "/dev/loop2 /var/tmp/t/node1/disk2.img\\x20(deleted)\n"
+        "/dev/loop3 /var/tmp/t/node11/disk1.img\n"
+        "/dev/loop4 \n"
+    )
+    assert disks.loops_below(Path("/var/tmp/t/node1"), listing) == ["/dev/loop1", "/dev/loop2"]
+
+
 # ---------------------------------------------------------------- container
 def test_the_container_sees_the_disks_in_the_order_that_is_due() -> None:
     host = make_host()
@@ -377,7 +389,7 @@ Components: main
 
 
 def test_the_machines_own_mirror_is_used() -> None:
-    text = image.debian_sources({"/etc/apt/sources.list.d/debian.sources": DEBIAN_SOURCES})
+    text = recipe.debian_sources({"/etc/apt/sources.list.d/debian.sources": DEBIAN_SOURCES})
     assert "URIs: http://mirror.example/debian\nSuites: bookworm bookworm-updates\nComponents: main contrib\n" in text
     assert "URIs: http://mirror.example/debian-security\nSuites: bookworm-security\n" in text
     assert "switched.off" not in text
@@ -386,7 +398,7 @@ def test_the_machines_own_mirror_is_used() -> None:
 
 
 def test_one_line_sources_are_read() -> None:
-    text = image.debian_sources(
+    text = recipe.debian_sources(
         {
             "/etc/apt/sources.list": "# old style\n"
             "deb [arch=amd64 signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://m.example/debian bookworm"
@@ -401,7 +413,7 @@ def test_one_line_sources_are_read() -> None:
 
 def test_third_parties_stay_out_of_the_image() -> None:
     assert (
-        image.debian_sources(
+        recipe.debian_sources(
             {
                 "a.sources": "Types: deb\nURIs: https://x.example\nSuites: bookworm\nComponents: main\n"
                 "Signed-By: /etc/apt/keyrings/x.gpg\n",
@@ -416,7 +428,7 @@ def test_third_parties_stay_out_of_the_image() -> None:
 def test_apt_reads_the_sources_that_were_made(tmp_path: Path) -> None:
     parts = tmp_path / "sources.list.d"
     parts.mkdir()
-    text = image.debian_sources({"/etc/apt/sources.list.d/debian.sources": DEBIAN_SOURCES})
+    text = recipe.debian_sources({"/etc/apt/sources.list.d/debian.sources": DEBIAN_SOURCES})
     (parts / "machine.sources").write_text(text)
     shown = subprocess.run(
         ["apt-get", "update", "--print-uris", "-o", f"Dir::Etc::SourceParts={parts}",
@@ -445,7 +457,7 @@ def test_proxies_are_passed_on_as_the_guest_reaches_them() -> None:
         'Acquire::Check-Valid-Until "false";\n'
         'Acquire::http::Proxy::deb.example "DIRECT";\n'
     )
-    assert image.apt_settings(dump).splitlines() == [
+    assert recipe.apt_settings(dump).splitlines() == [
         'Acquire::http::Proxy "http://10.0.2.2:3142/";',
         'Acquire::https::Proxy "http://10.0.2.2:3142";',
         'Acquire::https::CaInfo "/etc/ssl/own.pem";',
@@ -467,14 +479,30 @@ def test_any_input_changes_the_stamp() -> None:
     assert image.image_stamp(parts) == image.image_stamp(list(parts))
 
 
+def test_an_image_in_use_outlives_a_newer_one() -> None:
+    old = image.Image(state.cache_folder() / "bookworm-nspawn-1")
+    old.folder.mkdir(parents=True)
+    host = make_host(image="another")
+    assert not image.is_used(old)
+    image.note_user(old, host)
+    # noted, but the host was never made or is gone again
+    assert not image.is_used(old)
+    host.save()
+    assert image.is_used(old)
+    (old.folder / "users" / host.ident).unlink()
+    assert not image.is_used(old)
+    make_host(image=old.folder.name).save()
+    assert image.is_used(old)
+
+
 def test_the_image_holds_nothing_that_roles_must_install() -> None:
     # a role that forgets one of these must fail here as it would on a real host
     forbidden = {"gdisk", "parted", "xfsprogs", "nvme-cli", "libnuma1", "python3-venv", "python3-pip", "curl"}
-    assert not forbidden & set(image.PACKAGES)
+    assert not forbidden & set(recipe.PACKAGES)
 
 
 def test_guest_scripts_are_executable_and_valid_shell() -> None:
-    files = image.guest_files("nspawn")
+    files = recipe.guest_files("nspawn")
     scripts = [name for name, (_, content) in files.items() if content.startswith(b"#!/bin/sh")]
     assert sorted(scripts) == ["usr/local/lib/testhost/init", "usr/local/lib/testhost/udev-disk"]
     for name in scripts:
@@ -483,7 +511,7 @@ def test_guest_scripts_are_executable_and_valid_shell() -> None:
 
 
 def test_each_kind_of_host_gets_its_own_files() -> None:
-    container_files, machine_files = image.guest_files("nspawn"), image.guest_files("qemu")
+    container_files, machine_files = recipe.guest_files("nspawn"), recipe.guest_files("qemu")
     assert "etc/systemd/system/testhost-hostkey.service" in machine_files.keys() - container_files.keys()
     assert "etc/udev/rules.d/01-testhost.rules" in container_files.keys() - machine_files.keys()
     assert "etc/resolv.conf" in container_files.keys() & machine_files.keys()
@@ -705,6 +733,8 @@ def test_a_taken_port_is_refused(monkeypatch: pytest.MonkeyPatch, folders: Path)
 
 def test_containers_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    # nothing is ever started from here
+    monkeypatch.setattr(lifecycle, "build_image", lambda _backend: pytest.fail("went on without root"))
     with pytest.raises(tools.TesthostError, match="needs root"):
         up()
 

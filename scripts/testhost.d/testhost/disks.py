@@ -115,6 +115,22 @@ def loops_of(path: Path) -> list[str]:
     return out.split()
 
 
+def loops_below(folder: Path, listing: str) -> list[str]:
+    """Return the loop devices whose backing file lies, or lay before it was deleted, below a folder.
+
+    :param listing: ``losetup --list --noheadings --raw --output NAME,BACK-FILE``; blanks in paths come as ``\\x20``.
+    """
+    prefix = str(folder).replace(" ", "\\x20") + "/"
+    pairs = (line.split(maxsplit=1) for line in listing.splitlines())
+    return [pair[0] for pair in pairs if len(pair) == 2 and pair[1].startswith(prefix)]
+
+
+def loops_left(folder: Path) -> list[str]:
+    """Return the loop devices that a host's folder still has in use."""
+    argv = ["losetup", "--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"]
+    return loops_below(folder, run(argv, check=False).stdout)
+
+
 def detach(loop: str) -> None:
     """Give a loop device back, with its partitions.
 

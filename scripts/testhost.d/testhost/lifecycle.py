@@ -13,8 +13,8 @@ from pathlib import Path
 
 from . import container, machine
 from .access import boot_id, ssh, wait_ready, write_access
-from .disks import detach, loops_of, make_disk
-from .image import build_image, client_key, image_of
+from .disks import detach, loops_left, make_disk
+from .image import build_image, client_key, image_of, note_user
 from .state import Disk, Host, checked_name, disk_roles, disk_serial, load_host, state_folder
 from .tools import (
     TesthostError,
@@ -169,6 +169,7 @@ def up(
             memory_mib=memory_mib or 2048,
         )
         host.save()
+        note_user(image, host)
         write_access(host, client_key())
         for disk in host.disks:
             make_disk(host, disk)
@@ -228,11 +229,14 @@ def stop(host: Host) -> None:
     if Path("/run/netns", host.ident).exists():
         run(["ip", "netns", "delete", host.ident])
     _unmount(host)
-    for path in host.folder.glob("*.img"):
-        for loop in loops_of(path):
+
+    def detached() -> bool:
+        for loop in loops_left(host.folder):
             detach(loop)
+        return not loops_left(host.folder)
+
     # a loop device stays busy until the last mount in the dead host's namespace is gone
-    if not wait_until(lambda: not any(loops_of(path) for path in host.folder.glob("*.img")), 15):
+    if not wait_until(detached, 15):
         raise TesthostError(f"loop devices of {host.name} would not detach: see losetup --list.")
 
 
@@ -261,7 +265,9 @@ def remove(name: str) -> None:
 def down(name: str) -> None:
     """Remove a host and all its files; a host that does not exist is fine."""
     checked_name(name)
-    if not (state_folder() / name).exists():
+    host = Host(name=name, backend="nspawn", port=0, image="")
+    # somebody may have deleted the folder under a running host
+    if not (host.folder.exists() or processes_with(host.marker) or Path("/run/netns", host.ident).exists()):
         say(f"there is no host {name}: nothing to do")
         return
     with locked(state_folder() / f".{name}.lock", name):

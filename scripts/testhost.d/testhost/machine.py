@@ -10,7 +10,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from .image import ROOT_PARTUUID, Image
+from .image import Image
+from .recipe import ROOT_PARTUUID
 from .state import Host
 from .tools import TesthostError, run, say, wait_until
 

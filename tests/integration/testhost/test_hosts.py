@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -178,6 +179,16 @@ def test_a_host_that_died_is_started_again_with_its_files(name: str) -> None:
     assert "is stopped" in tool("up", name, check=False)
     tool("up", name, "--reuse")
     assert on_host(name, "cat /root/mark") == "kept"
+
+
+def test_a_host_whose_folder_was_deleted_can_be_removed(name: str) -> None:
+    tool("up", name)
+    folder = STATE / name
+    subprocess.run(["umount", "--lazy", str(folder / "root"), str(folder / "lower")], check=True)
+    shutil.rmtree(folder)
+    assert leftovers() != {}
+    tool("down", name)
+    assert leftovers() == {}
 
 
 def test_a_host_that_powered_off_is_stopped_and_starts_again(name: str) -> None:
