@@ -45,6 +45,20 @@ def molecule(scenario: str) -> tuple[str, ...]:
     return (str(BIN / "molecule"), "test", "-s", scenario)
 
 
+DISKS = "tests/integration/disks"
+#: what makes the foreign labels that a cache disk must refuse
+DISK_PACKAGES = (
+    "gdisk",
+    "parted",
+    "e2fsprogs",
+    "xfsprogs",
+    "btrfs-progs",
+    "lvm2",
+    "mdadm",
+    "cryptsetup-bin",
+    "dosfstools",
+)
+
 PARTS = (
     Part(
         "lint",
@@ -70,10 +84,17 @@ PARTS = (
     Part(
         "disk states",
         EVERYDAY,
-        (pytest("tests/integration/disks", report="disks", markers="root"),),
-        ("gdisk", "parted", "e2fsprogs", "xfsprogs", "btrfs-progs", "lvm2", "mdadm", "cryptsetup-bin", "dosfstools"),
+        (pytest(f"{DISKS}/test_story.py", f"{DISKS}/test_states.py", report="disks", markers="root"),),
+        DISK_PACKAGES,
     ),
     Part("deploy", EVERYDAY, (molecule("default"),)),
+    # kill -9 after each step, each time on a new disk: longer than an everyday run may take
+    Part(
+        "disk interrupts",
+        ALL,
+        (pytest(f"{DISKS}/test_killed.py", f"{DISKS}/test_races.py", report="disk-interrupts", markers="root"),),
+        DISK_PACKAGES,
+    ),
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
