@@ -347,11 +347,51 @@ def _timeline(record: Record) -> list[dict[str, str]]:
             ),
             "Traffic of the cache disk",
         ),
+        (
+            plots.timeline(
+                f"{host}-busy",
+                "Busy disks and waiting processors over the load",
+                "percent",
+                [
+                    plots.Line("cache disk", plots.series(samples, "cache_disk_busy_percent"), plots.DISK),
+                    plots.Line("root disk", plots.series(samples, "root_disk_busy_percent"), plots.GPU, style="--"),
+                    plots.Line("iowait", plots.series(samples, "iowait_percent"), plots.ACCENT, style=":"),
+                ],
+                marks,
+                (0, 105),
+            ),
+            "Busy disks, iowait",
+        ),
+        (
+            plots.timeline(
+                f"{host}-gpu",
+                "GPU memory over the load",
+                "GiB",
+                _gpu_lines(samples),
+                marks,
+            ),
+            "GPU memory",
+        ),
     ]
     return [
         {"caption": caption, "svg": plots.draw(chart)}
         for chart, caption in charts
         if any(len(line.points) > 2 and any(y for _, y in line.points) for line in chart.lines)
+    ]
+
+
+def _gpu_lines(samples: Sequence[Mapping[str, Any]]) -> list[plots.Line]:
+    """One line a GPU; of more than three the fullest, since the others lie over each other."""
+    memory: dict[int, list[tuple[float, float]]] = {}
+    for entry in samples:
+        for gpu in entry.get("gpus") or ():
+            if "memory_mib" in gpu:
+                memory.setdefault(int(gpu["index"]), []).append((float(entry["at_s"]), gpu["memory_mib"] / 1024))
+    fullest = sorted(memory, key=lambda index: -max(value for _, value in memory[index]))[:3]
+    looks = ((plots.GPU, "-"), (plots.CPU, "--"), (plots.DISK, ":"))
+    return [
+        plots.Line(f"GPU {index}", memory[index], colour, style=style)
+        for index, (colour, style) in zip(sorted(fullest), looks, strict=False)
     ]
 
 

@@ -55,6 +55,10 @@ def series(seconds, rng, profile):
                 "ram_evicted_chunks": step * 4 if profile == "disk" else 0,
                 "disk_loaded_chunks": 0,
                 "root_used_bytes": 20 * 1024**3,
+                "iowait_percent": 3 + 4 * rng.random(),
+                "cache_disk_busy_percent": 60 + 40 * rng.random() if profile == "disk" else 0,
+                "root_disk_busy_percent": 2 * rng.random(),
+                "gpus": [{"index": i, "memory_mib": 71000 + 300 * i + at, "utilization_percent": 97} for i in (0, 1)],
                 "cache_disk_read_bytes_per_s": 2.1e9 * rng.random() if profile == "disk" else 0,
                 "cache_disk_written_bytes_per_s": 1.4e9 * rng.random() if profile == "disk" else 0,
             }

@@ -242,3 +242,15 @@ def test_numbers_for_people(value, text):
 @pytest.mark.parametrize(("value", "text"), [(41.23, "41.2 ms"), (1850, "1.85 s"), (153584.3, "154 s"), (None, "–")])
 def test_milliseconds_for_people(value, text):
     assert report.milliseconds(value) == text
+
+
+def test_timeline_shows_pool_tiers_disks_and_gpus(records):
+    host = next(entry for entry in report.model(records)["hosts"] if entry["record"]["host"] == "gpu-a01")
+    captions = [chart["caption"] for chart in host["timeline"]]
+    assert captions == [
+        "Use of the engine's KV pool",
+        "Bytes in the tiers",
+        "Traffic of the cache disk",
+        "Busy disks, iowait",
+        "GPU memory",
+    ]
