@@ -6,7 +6,6 @@ import ctypes
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.root)
 
 
+def _interrupt(*_words: object) -> None:
+    """What pytest takes for Ctrl-C: it stops and cleans up."""
+    raise KeyboardInterrupt
+
+
 @pytest.fixture(scope="session", autouse=True)
 def swept() -> None:
     """Work in a mount namespace of our own, and clean up after runs that were killed.
@@ -36,7 +40,7 @@ def swept() -> None:
         new_mount_namespace = 0x00020000  # CLONE_NEWNS; os.unshare needs Python 3.12
         assert ctypes.CDLL(None, use_errno=True).unshare(new_mount_namespace) == 0, os.strerror(ctypes.get_errno())
         sh("mount", "--make-rprivate", "/")
-    signal.signal(signal.SIGTERM, lambda *_words: sys.exit(143))
+    signal.signal(signal.SIGTERM, _interrupt)
     for root in Path("/var/tmp").glob("kvfleet-disks-*-*"):
         pid = root.name.split("-")[2]
         if os.geteuid() != 0 or Path("/proc", pid).exists():
