@@ -34,19 +34,6 @@ ENABLED_UNITS: Mapping[str, Mapping[str, str]] = {
 }
 # marks the processes of a build, so that what a killed one left is found
 BUILD_MARKER = "KVFLEET_TESTHOST_BUILD=1"
-DEFAULT_SOURCES = """\
-Types: deb
-URIs: http://deb.debian.org/debian
-Suites: bookworm bookworm-updates
-Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-
-Types: deb
-URIs: http://deb.debian.org/debian-security
-Suites: bookworm-security
-Components: main
-Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
-"""
 
 
 def debian_sources(files: Mapping[str, str], suite: str = SUITE) -> str:
@@ -109,11 +96,16 @@ def apt_settings(dump: str) -> str:
 
 
 def machine_sources() -> str:
-    """Return the package sources to build from: this machine's own, or Debian's usual ones."""
+    """Return the package sources to build from: this machine's own. Refuses when it has none of Debian."""
     apt = Path("/etc/apt")
     paths = [apt / "sources.list", *apt.glob("sources.list.d/*")]
     files = {str(path): path.read_text(encoding="utf-8", errors="replace") for path in paths if path.is_file()}
-    return debian_sources(files) or DEFAULT_SOURCES
+    sources = debian_sources(files)
+    if not sources:
+        raise TesthostError(
+            f"this machine's apt has no Debian sources of {SUITE}: add them to /etc/apt/sources.list.d."
+        )
+    return sources
 
 
 def certificate_authorities() -> dict[str, bytes]:
