@@ -479,6 +479,7 @@ def html(records: Sequence[Record], now: float | None = None) -> str:
         number=number,
         ms=milliseconds,
         clock=clock,
+        sentence=lambda text: text[:1].upper() + text[1:],
         percent=percent,
         signed=lambda value: percent(value, signed=True),
         bytes=lambda value: human_bytes(float(value)),

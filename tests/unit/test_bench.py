@@ -140,9 +140,22 @@ def test_a_scaled_article_says_so():
     plan = bench.article_runs(DEMO, 1, scale=0.2)
     assert "scale 0.2" in plan.notes[0]
     assert any("max_num_seqs is 4" in note and "8, 16, 32" in note for note in plan.notes)
-    assert {run.requests for run in plan.runs} == {40}
+    assert {run.requests for run in plan.runs if run.dataset == "random"} == {40}
+    # 410 tokens, 362 of them prefix: 29 prefixes exceed the pool of 8192 tokens by a quarter, two prompts each
+    assert {(run.prefixes, run.prefix_tokens, run.requests) for run in plan.runs if run.prefixes} == {(29, 362, 58)}
     for run in plan.runs:
         bench.check_run(run, DEMO)
+
+
+def test_a_large_pool_gets_prefixes_that_exceed_it():
+    plan = bench.article_runs(H200, 1)
+    warm = plan.runs[-1]
+    # the RAM and disk tiers hold it; 200 requests of the article would all fit the pool
+    assert warm.working_set_tokens > 1.2 * H200.pool_tokens
+    assert warm.requests == warm.prefixes
+    assert any("exceed the pool of 900000" in note for note in plan.notes)
+    small_tier = Capacity(900_000, 100_000, 0, 256, 32768, 32)
+    assert any("own cache serves part" in note for note in bench.article_runs(small_tier, 1).notes)
 
 
 def test_a_scale_of_nothing_is_refused():

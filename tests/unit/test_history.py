@@ -139,6 +139,17 @@ def test_offload_that_costs_degrades_with_advice():
     assert "kvfleet_profile: cpu" in now["reasons"][0]["fix"]
 
 
+def test_a_load_that_the_engines_own_pool_served_says_nothing():
+    base = passing("20261127T080000Z", profile="gpu")
+    now = json.loads(json.dumps(passing("20261129T090000Z", factor=1.9)))
+    for run in now["load"]["instances"][0]["runs"]:
+        tokens = run["tokens"]
+        tokens["engine_cache"], tokens["external"] = tokens["external"], 0
+    found = history.payoff(now, [base])
+    assert found.state == "unknown"
+    assert "own pool" in found.message
+
+
 def test_without_a_baseline_the_payoff_is_unknown():
     now = passing("20261129T090000Z")
     assert history.payoff(now, []).state == "unknown"

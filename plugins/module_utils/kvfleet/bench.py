@@ -25,6 +25,8 @@ ARTICLE_CONCURRENCIES = (1, 4, 8, 16, 32)
 #: its RAG prompts as first measured with vLLM's own dataset: 50 prefixes of 2000 tokens, 48 tokens of question
 ARTICLE_PREFIXES = 50
 ARTICLE_SUFFIX_TOKENS = 48
+#: more would take longer than anybody waits
+ARTICLE_MOST_PREFIXES = 2000
 #: contexts of profile ``long``
 LONG_CONTEXTS = (32768, 131072)
 
@@ -268,10 +270,26 @@ def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
         )
         for many in ARTICLE_CONCURRENCIES
     ]  # fmt: skip
-    prefixes = max(2, min(ARTICLE_PREFIXES, requests // 4))
+    prefix = total - suffix
+    usual = max(2, min(ARTICLE_PREFIXES, requests // 4))
+    # prefixes that fit the engine's own pool are served from there in every set-up, and nothing is compared
+    overflowing = math.ceil(1.25 * room.pool_tokens / prefix)
+    tier = max(room.ram_tokens, room.disk_tokens)
+    most = min(ARTICLE_MOST_PREFIXES, int(0.8 * tier / total) if tier else ARTICLE_MOST_PREFIXES)
+    prefixes = max(usual, min(overflowing, most))
+    if prefixes > usual:
+        notes.append(
+            f"{prefixes} prefixes instead of {usual}, so that they exceed the pool of {room.pool_tokens} tokens"
+        )
+    if prefixes < overflowing:
+        notes.append(
+            f"{overflowing} prefixes would be needed to exceed the pool of {room.pool_tokens} tokens, {prefixes} "
+            "are sent: "
+            "the engine's own cache serves part of the repeats in every set-up"
+        )
     rag = Run(
-        name="rag-populate", phase="populate", dataset="prefix_repetition", requests=requests // prefixes * prefixes,
-        concurrency=min(16, room.max_num_seqs), output_tokens=output, seed=seed, prefixes=prefixes,
+        name="rag-populate", phase="populate", dataset="prefix_repetition",
+        requests=-(-requests // prefixes) * prefixes, concurrency=min(16, room.max_num_seqs), output_tokens=output, seed=seed, prefixes=prefixes,
         prefix_tokens=total - suffix, suffix_tokens=suffix,
     )  # fmt: skip
     runs.append(rag)

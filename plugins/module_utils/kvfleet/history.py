@@ -159,6 +159,8 @@ def explanation(record: Mapping[str, Any]) -> str:
 BASELINE_RESULTS = 5
 #: how many standard errors a mean must move before it counts: 3 are exceeded by chance in 0.3 % of comparisons
 STANDARD_ERRORS = 3.0
+#: share of the prompt tokens that a tier must have delivered for a load to say anything about it
+SERVED_SHARE = 0.3
 #: figures that are compared: path in a run's figures, words, whether more is better
 COMPARED = (
     (("ttft", "mean"), "mean TTFT in ms", False),
@@ -280,6 +282,13 @@ def _runs(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     ]
 
 
+def _tier_share(run: Mapping[str, Any]) -> float:
+    """Share of a run's prompt tokens that a tier delivered."""
+    tokens = run.get("tokens") or {}
+    total = sum(float(tokens.get(key) or 0) for key in ("computed", "engine_cache", "external"))
+    return float(tokens.get("external") or 0) / total if total else 0.0
+
+
 def _is_warm(run: Mapping[str, Any]) -> bool:
     return bool(run["run"]["phase"] == "warm")
 
@@ -354,6 +363,14 @@ def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> P
     ]
     if not pairs:
         return Payoff("unknown", "The baseline has no warm run of this load.")
+    pairs = [pair for pair in pairs if _tier_share(pair[0]) >= SERVED_SHARE]
+    if not pairs:
+        return Payoff(
+            "unknown",
+            "The engine's own pool served this load, so it says nothing about the tiers: a larger working set or "
+            "a smaller "
+            "pool would.",
+        )
 
     def rate_ratio(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> float:
         now, then = (_figure(run, ("requests_per_s",)) for run in pair)

@@ -213,8 +213,14 @@ class InstanceLoad:
         warm = [run for run in runs if run["run"]["phase"] == "warm"]
         if self.instance["profile"] == "disk" and warm and not any(run["tokens"]["tier_disk"] for run in warm):
             working_set = max(run.working_set_tokens for run in plan.runs)
+            delivered = sum(run["tokens"]["external"] for run in warm)
+            holder = (
+                "RAM tier"
+                if delivered * 3 > sum(run["tokens"]["engine_cache"] for run in warm)
+                else "engine's own pool"
+            )
             self.notes.append(
-                f"the RAM tier held the whole working set of {working_set} tokens: these figures say nothing "
+                f"the {holder} held the whole working set of {working_set} tokens: these figures say nothing "
                 "about the disk tier"
             )
 

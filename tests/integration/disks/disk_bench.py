@@ -33,6 +33,8 @@ class Disk:
     node: str
     link: Path
     serial: str
+    #: bytes [from, to) into which their holder writes of its own accord (an active swap area): left out of the checksum
+    in_use: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
@@ -43,7 +45,7 @@ class Disk:
         return f"/dev/disk/by-id/{self.link.name}"
 
     def checksum(self) -> str:
-        """SHA-256 of the whole disk: every block of 64 KiB that is not all zero, with its place.
+        """SHA-256 of the whole disk but :attr:`in_use`: every block of 64 KiB that is not all zero, with its place.
 
         Reads the backing file after the device was flushed, so that nothing of it can hide in a cache, and skips
         the file's holes, which read as zeros.
@@ -58,7 +60,9 @@ class Disk:
                     at = os.lseek(handle.fileno(), at, os.SEEK_DATA) // BLOCK * BLOCK
                 except OSError:
                     break
-                chunk = os.pread(handle.fileno(), BLOCK, at)
+                chunk = bytearray(os.pread(handle.fileno(), BLOCK, at))
+                first, last = (min(max(edge - at, 0), len(chunk)) for edge in self.in_use)
+                chunk[first:last] = bytes(last - first)
                 if chunk.strip(b"\0"):
                     digest.update(at.to_bytes(8, "little") + chunk)
                 at += BLOCK
