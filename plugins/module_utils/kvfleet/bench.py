@@ -289,8 +289,8 @@ def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
         )
     rag = Run(
         name="rag-populate", phase="populate", dataset="prefix_repetition",
-        requests=-(-requests // prefixes) * prefixes, concurrency=min(16, room.max_num_seqs), output_tokens=output, seed=seed, prefixes=prefixes,
-        prefix_tokens=total - suffix, suffix_tokens=suffix,
+        requests=-(-requests // prefixes) * prefixes, concurrency=min(16, room.max_num_seqs),
+        output_tokens=output, seed=seed, prefixes=prefixes, prefix_tokens=total - suffix, suffix_tokens=suffix,
     )  # fmt: skip
     runs.append(rag)
     runs += [replace(rag, name=f"rag-c{many}", phase="warm", concurrency=many) for many in ARTICLE_CONCURRENCIES]
