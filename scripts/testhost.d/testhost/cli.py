@@ -123,6 +123,7 @@ def disk_usage(host: Host, as_json: bool) -> None:
             "disk": disk.number,
             "role": disk.role,
             "serial": disk.serial,
+            "file": str(host.disk_file(disk)),
             "allocated_bytes": allocated_bytes(host.disk_file(disk)),
             "size_bytes": disk.size_bytes,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import subprocess
 import time
@@ -11,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sparse import sparse_digest
+
 from kvfleet.core.disk_actions import DiskRun
 from kvfleet.core.disk_probe import HostPaths
 from kvfleet.core.disks import DiskSettings
 from kvfleet.core.units import MIB
-
-BLOCK = 64 * 1024
 
 
 def sh(*argv: str, check: bool = True, stdin: str = "") -> str:
@@ -45,28 +44,10 @@ class Disk:
         return f"/dev/disk/by-id/{self.link.name}"
 
     def checksum(self) -> str:
-        """SHA-256 of the whole disk but :attr:`in_use`: every block of 64 KiB that is not all zero, with its place.
-
-        Reads the backing file after the device was flushed, so that nothing of it can hide in a cache, and skips
-        the file's holes, which read as zeros.
-        """
-        digest = hashlib.sha256()
+        """Sum of the whole disk but :attr:`in_use`, read from the backing file, where no cache hides anything."""
         with Path(self.node).open("rb") as device:
             os.fsync(device.fileno())
-        with self.file.open("rb", buffering=0) as handle:
-            end, at = os.fstat(handle.fileno()).st_size, 0
-            while at < end:
-                try:
-                    at = os.lseek(handle.fileno(), at, os.SEEK_DATA) // BLOCK * BLOCK
-                except OSError:
-                    break
-                chunk = bytearray(os.pread(handle.fileno(), BLOCK, at))
-                first, last = (min(max(edge - at, 0), len(chunk)) for edge in self.in_use)
-                chunk[first:last] = bytes(last - first)
-                if chunk.strip(b"\0"):
-                    digest.update(at.to_bytes(8, "little") + chunk)
-                at += BLOCK
-        return digest.hexdigest()
+        return sparse_digest(self.file, self.in_use)
 
     def write(self, offset: int, data: bytes) -> None:
         with Path(self.node).open("r+b", buffering=0) as handle:

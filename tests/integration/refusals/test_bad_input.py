@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sparse import sparse_digest
 
 pytestmark = pytest.mark.root
 
@@ -69,11 +70,14 @@ def instance(**changes):
 
 def state_of_host():
     """Everything that a deploy would change: our directories, units, users, packages, mounts, both disks' bytes."""
-    return ssh(
+    inside = ssh(
         "ls -d /opt/kvfleet /etc/kvfleet /var/lib/kvfleet /var/cache/kvfleet 2>&1;"
         "ls /etc/systemd/system; getent passwd | sha256sum; dpkg-query -W | sha256sum; findmnt -rn | sha256sum;"
-        "for d in /dev/disk/by-id/*; do sha256sum $d; done"
+        "for d in /dev/disk/by-id/*; do blockdev --flushbufs $d; done"
     )
+    disks = json.loads(tool("disk-usage", HOST, "--json"))
+    assert len(disks) == 2
+    return inside, [sparse_digest(Path(disk["file"])) for disk in disks]
 
 
 def deploy(inventory, values, *arguments):
@@ -114,6 +118,36 @@ def test_refused_before_any_change(host, case):
     assert status != 0
     for word in expected:
         assert word in text
+    assert "changed=0" in text
+    assert state_of_host() == before
+
+
+@pytest.fixture
+def old_system(host):
+    """The host says of itself that it is a system which nobody tests."""
+    ssh(
+        "cp /etc/os-release /root/os-release;"
+        "sed -i -e s/^VERSION_ID=.*/VERSION_ID=10/ -e s/bookworm/buster/ /etc/os-release"
+    )
+    yield
+    ssh("cat /root/os-release > /etc/os-release")
+
+
+def test_unsupported_system_is_refused(host, old_system):
+    before = state_of_host()
+    status, text = deploy(host, GOOD)
+    assert status != 0
+    assert "KVF-HOST-001" in text
+    assert "Ubuntu 24.04" in text
+    assert "changed=0" in text
+    assert state_of_host() == before
+
+
+def test_missing_interpreter_is_refused(host):
+    before = state_of_host()
+    status, text = deploy(host, {**GOOD, "ansible_python_interpreter": "/usr/bin/python3.7"})
+    assert status != 0
+    assert "ansible_python_interpreter" in text or "/usr/bin/python3.7" in text
     assert "changed=0" in text
     assert state_of_host() == before
 
