@@ -222,6 +222,13 @@ def test_too_little_ram_lists_every_part():
     assert "kvfleet_profile: gpu" in error["fix"]
 
 
+def test_buffers_that_nobody_set_are_not_blamed():
+    made = plan(host(0, 16, 12))
+    codes = [error["code"] for error in made["errors"]]
+    assert "KVF-RAM-001" in codes
+    assert "KVF-RAM-002" not in codes
+
+
 @pytest.mark.parametrize(("ram", "sequences"), [(32, 4), (32, 8), (64, 12)])
 def test_24_gib_card_serves_a_7b_model(ram, sequences):
     card = host([gpu(0, 24564, name="NVIDIA GeForce RTX 4090")], ram, ram - 3)

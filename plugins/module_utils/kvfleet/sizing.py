@@ -904,7 +904,7 @@ class _Planner:
         for where, members, limit in groups:
             fixed = sum(draft.buffer_wanted_gib * draft.ranks for draft in members if draft.buffer_own)
             asked = sum(draft.buffer_wanted_gib * draft.ranks for draft in members if not draft.buffer_own)
-            if fixed > limit and where != _SHM:
+            if fixed and fixed > limit and where != _SHM:
                 self._own_buffers_too_large(where, [draft for draft in members if draft.buffer_own], fixed, limit)
             if asked and asked > limit - fixed:
                 factor = max(0.0, limit - fixed) / asked
