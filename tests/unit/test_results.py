@@ -74,6 +74,17 @@ def test_list_shows_every_result_as_json(fleet):
     assert {row["verdict"] for row in rows} == {"pass", "degrade", "fail"}
 
 
+@pytest.mark.parametrize("columns", ["50", "160"])
+def test_list_cuts_no_id_in_any_window(fleet, columns):
+    ids = [
+        row["id"]
+        for row in json.loads(RUNNER.invoke(app, ["results", "list", "--results", str(fleet), "--json"]).stdout)
+    ]
+    shown = RUNNER.invoke(app, ["results", "list", "--results", str(fleet)], env={"COLUMNS": columns}).stdout
+    assert [name for name in ids if name not in shown] == []
+    assert "\u2026" not in shown
+
+
 def test_list_of_one_host_and_of_none(fleet, tmp_path):
     done = RUNNER.invoke(app, ["results", "list", "--results", str(fleet), "--host", "gpu-a02"])
     assert "gpu-a02" in done.stdout

@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Column, Table
 
 from kvfleet import results as selection
 from kvfleet.checkout import ROOT
 from kvfleet.core import history
 
+#: columns below which a result takes two lines instead of a row of narrow columns
+_TABLE_WIDTH = 110
 _STYLES = {"pass": "green", "degrade": "yellow", "fail": "red"}
 
 ResultsDir = Annotated[Path, typer.Option("--results", help="Directory of the results.")]
@@ -38,6 +41,16 @@ def list_results(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return 0
+    console = Console(highlight=False)
+    if not rows:
+        console.print(f"No results below {results_dir}.")
+        return 0
+    if console.width < _TABLE_WIDTH:
+        for row in rows:
+            style = _STYLES.get(row["verdict"], "")
+            console.print(f"[{style}]{row['verdict']}[/]  {row['id']}", soft_wrap=True)
+            console.print(Padding(f"{row['plan_profile']}, {row['profile']}: {row['deciding']}", (0, 0, 0, 4)))
+        return 0
     table = Table(
         Column("id", no_wrap=True, overflow="fold"),
         "profile",
@@ -50,7 +63,7 @@ def list_results(
     for row in rows:
         style = _STYLES.get(row["verdict"], "")
         table.add_row(row["id"], row["plan_profile"], row["profile"], f"[{style}]{row['verdict']}[/]", row["deciding"])
-    Console().print(table if rows else f"No results below {results_dir}.")
+    console.print(table)
     return 0
 
 
