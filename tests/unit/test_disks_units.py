@@ -46,8 +46,14 @@ def test_mount_unit() -> None:
     options = mount["Options"].split(",")
     assert {"noatime", "nofail"} <= set(options)
     assert "discard" not in options
+    # systemd's own default is 90 seconds
     timeout = _section(render_device_timeout(), "Unit")["JobRunningTimeoutSec"]
-    assert int(timeout) <= 15
+    assert int(timeout) < 90
+
+
+def test_a_disk_that_appears_after_the_boot_is_mounted() -> None:
+    install = _section(render_mount_unit("/var/cache/kvfleet", UUID, "ext4"), "Install")
+    assert install["WantedBy"].split() == ["local-fs.target", device_unit_name(UUID)]
 
 
 def _render(name: str, **values: object) -> str:

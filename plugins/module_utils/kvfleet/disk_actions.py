@@ -52,7 +52,7 @@ from .disks import (
 )
 from .findings import Finding, KvfleetError, refuse
 from .health import HealthLimits, assess, check_firmware, endurance_days, parse_id_ctrl, parse_smart_log
-from .mount_unit import device_unit_name, mount_unit_name, render_device_timeout, render_mount_unit
+from .mount_unit import device_unit_name, mount_unit_name, render_device_timeout, render_mount_unit, wanted_by
 from .units import GIB, KIB, MIB
 
 #: Bytes of the aligned O_DIRECT write that decides whether the tier may use it.
@@ -591,7 +591,8 @@ def _mount(run: DiskRun, record: DiskRecord, child: str) -> None:
     if wrote:
         run.did("write the mount unit")
         _command(run, "reload systemd", ["systemctl", "daemon-reload"])
-    if not (systemd / "local-fs.target.wants" / unit).is_symlink():
+    wants = [systemd / f"{starter}.wants" / unit for starter in wanted_by(record.filesystem_uuid)]
+    if not all(link.is_symlink() for link in wants):
         step = f"enable {unit}"
         _command(run, step, ["systemctl", "enable", unit])
         run.did(step)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-#: How long a boot waits for the disk, in seconds; systemd's default is 90.
-DEVICE_TIMEOUT_S = 10
+#: How long the services wait at boot for the disk, in seconds; systemd's default is 90. A busy boot was seen to need
+#: more than 10 until udev had named the disk; one that appears later still is mounted then, see :func:`wanted_by`.
+DEVICE_TIMEOUT_S = 30
 
 
 def escape_path(path: str) -> str:
@@ -40,6 +41,11 @@ def device_unit_name(filesystem_uuid: str) -> str:
     return escape_path(f"/dev/disk/by-uuid/{filesystem_uuid}") + ".device"
 
 
+def wanted_by(filesystem_uuid: str) -> tuple[str, str]:
+    """The units that start the mount: the boot, and the device itself, which may appear when the boot is long over."""
+    return ("local-fs.target", device_unit_name(filesystem_uuid))
+
+
 def render_mount_unit(mount_point: str, filesystem_uuid: str, fstype: str) -> str:
     """The mount unit: by UUID, ``noatime``, ``nofail`` (a missing disk must not stop a boot), no online discard."""
     return (
@@ -56,7 +62,7 @@ def render_mount_unit(mount_point: str, filesystem_uuid: str, fstype: str) -> st
         "TimeoutSec=60\n"
         "\n"
         "[Install]\n"
-        "WantedBy=local-fs.target\n"
+        f"WantedBy={' '.join(wanted_by(filesystem_uuid))}\n"
     )
 
 
