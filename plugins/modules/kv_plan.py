@@ -111,6 +111,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet import disk_probe, disks, plan_text, planning, sizing
 from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import Finding, KvfleetError
+from ansible.module_utils.kvfleet.hostcheck import check_recorded
 from ansible.module_utils.kvfleet.hostfacts import gather
 
 
@@ -184,7 +185,7 @@ def main() -> None:
     options = module.params
     recorded = options["host"]
     try:
-        host = planning.check_recorded(recorded) if recorded else gather(run_command)
+        host = check_recorded(recorded) if recorded else gather(run_command)
         plan = planning.make_plan(
             options["settings"],
             options["releases"],

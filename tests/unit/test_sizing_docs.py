@@ -4,7 +4,7 @@ import re
 
 from kvfleet.checkout import ROOT
 
-PARTS = ("models", "gpus", "numa", "hostfacts", "settings", "breakeven", "pools", "sizing", "planning")
+PARTS = ("models", "gpus", "numa", "hostfacts", "hostcheck", "settings", "breakeven", "pools", "sizing", "planning")
 
 
 def test_every_code_is_explained_once():

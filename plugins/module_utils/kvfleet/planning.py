@@ -14,7 +14,7 @@ from typing import Any
 from . import releases as release_matrix
 from . import services, sizing
 from .disks import planned_layout
-from .findings import Finding, KvfleetError, refuse
+from .findings import Finding, KvfleetError
 from .models import model_digest, read_model
 from .settings import Settings, parse_settings
 
@@ -242,15 +242,3 @@ def raise_errors(plan: Mapping[str, Any]) -> None:
         raise KvfleetError(
             *(Finding(entry["code"], entry["message"], entry["fix"], entry["numbers"]) for entry in plan["errors"])
         )
-
-
-def check_recorded(host: Any) -> dict[str, Any]:
-    """Refuse a recorded host description that lacks what every plan needs (KVF-HOST-003)."""
-    memory = host.get("memory") if isinstance(host, Mapping) else None
-    if not isinstance(memory, Mapping) or not isinstance(memory.get("total_bytes"), int) or "gpus" not in host:
-        raise refuse(
-            "KVF-HOST-003",
-            "The host description lacks gpus or memory.total_bytes.",
-            "Record it with the module host_facts (playbooks/plan.yml writes it too).",
-        )
-    return dict(host)

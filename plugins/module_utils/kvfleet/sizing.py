@@ -422,7 +422,7 @@ class _Planner:
                 gpus=len(available),
                 tensor_parallel_size=ranks,
             )
-            return gpus.select_gpus(available, [gpu["uuid"] for gpu in first], own.name)
+            wanted = [gpu["uuid"] for gpu in first]
         chosen = gpus.select_gpus(available, wanted, own.name)
         if not chosen:
             raise KvfleetError(
@@ -432,7 +432,20 @@ class _Planner:
                     "Set gpus to indices, UUIDs or all.",
                 )
             )
+        self._with_memory(chosen, own)
         return chosen
+
+    def _with_memory(self, chosen: Sequence[Mapping[str, Any]], own: InstanceSettings) -> None:
+        """Refuse a GPU whose memory is not known: every size starts from it."""
+        for gpu in chosen:
+            if not gpu.get("memory_mib"):
+                raise KvfleetError(
+                    Finding(
+                        "KVF-GPU-007",
+                        f"Instance {own.name}: GPU {gpu['index']} does not tell its memory.",
+                        "Repair the driver (nvidia-smi must show the GPU's memory), or leave the GPU out of gpus.",
+                    )
+                )
 
     def _ranks(self, own: InstanceSettings, shape: ModelShape, chosen: Sequence[Mapping[str, Any]]) -> int:
         ranks = int(own.get("tensor_parallel_size") or max(1, len(chosen)))
@@ -655,15 +668,6 @@ class _Planner:
         reasons: dict[str, str],
     ) -> tuple[float, int]:
         """Utilisation, and the bytes that it leaves for KV on the smallest of the GPUs."""
-        for gpu in chosen:
-            if not gpu.get("memory_mib"):
-                raise KvfleetError(
-                    Finding(
-                        "KVF-GPU-007",
-                        f"Instance {own.name}: GPU {gpu['index']} does not tell its memory.",
-                        "Repair the driver (nvidia-smi must show the GPU's memory), or leave the GPU out of gpus.",
-                    )
-                )
         smallest = min(chosen, key=lambda gpu: int(gpu["memory_mib"]))
         usable = pools.usable_gpu_bytes(smallest)
         server = (

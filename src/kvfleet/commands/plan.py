@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvfleet.core.findings import refuse
+from kvfleet.core.hostcheck import check_recorded
 from kvfleet.core.plan_text import Row, host_rows, instance_rows, session_rows
-from kvfleet.core.planning import check_recorded, make_plan
+from kvfleet.core.planning import make_plan
 from kvfleet.exits import Exit
 from kvfleet.matrix import load_matrix
 
