@@ -55,9 +55,10 @@ def test_no_description_ends_in_a_traceback(gpus):
             try:
                 recorded = check_recorded(changed(where, path, value))
             except KvfleetError as error:
-                assert [finding.code for finding in error.findings] == ["KVF-HOST-003"]
-                assert str(path[0]) in str(error)
-                refused += 1
+                named = error.findings[0].code == "KVF-HOST-003" and str(path[0]) in str(error)
+                refused += named
+                if not named:
+                    raise
                 continue
             made = make_plan(
                 values, matrix, recorded, read_text=lambda _: None, list_sizes=lambda _: None, model_config=LLAMA_8B
@@ -79,6 +80,7 @@ def test_no_description_ends_in_a_traceback(gpus):
         (("gpus", 0, "uuid"), KeyError, "gpus[0].uuid is missing"),
         (("memory", "available_bytes"), None, "memory.available_bytes is missing"),
         (("memory", "total_bytes"), 512, "memory.total_bytes is 512, below 268435456"),
+        (("gpus", 0, "memory_reserved_mib"), 90000, "gpus[0].memory_reserved_mib is not below memory_mib"),
         (("memory",), 512, "memory is 512, not an object"),
         (("numa", 1, "node"), 0, "numa has the node 0 more than once"),
         (("python",), 3.11, "python is 3.11, not a version in quotes"),

@@ -116,6 +116,9 @@ def check_recorded(host: Any) -> dict[str, Any]:
             problems.append(f"{name} is {_kind(part)}, not an object")
     for name, fields in _LISTS.items():
         problems += _check_list(name, host.get(name), fields)
+    for number, gpu in enumerate((host.get("gpus") or []) if not problems else []):
+        if (gpu.get("memory_reserved_mib") or 0) >= (gpu.get("memory_mib") or _LARGEST_GPU_MIB):
+            problems.append(f"gpus[{number}].memory_reserved_mib is not below memory_mib")
     if problems:
         raise _refuse(problems)
     return dict(host)

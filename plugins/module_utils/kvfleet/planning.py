@@ -98,7 +98,7 @@ def make_plan(
             errors.extend(check_disk(values))
     plan = sizing.build_plan(
         host,
-        _only_readable(settings, models),
+        settings,
         models,
         row,
         disk=disk,
@@ -109,25 +109,12 @@ def make_plan(
         errors=errors,
         sessions=sessions,
         context=context,
+        skip=[own.name for own in settings.instances if own.get("model") and str(own.get("model")) not in models],
     )
     if row["id"] is not None:
         services.attach_commands(plan)
         plan["fingerprint"] = sizing.fingerprint(plan)
     return plan
-
-
-def _only_readable(settings: Settings, models: Mapping[str, Any]) -> Settings:
-    """Settings without the instances whose model could not be read; that is an error already."""
-    if not models:
-        return settings if not any(own.get("model") for own in settings.instances) else _with(settings, ())
-    kept = tuple(own for own in settings.instances if not own.get("model") or str(own.get("model")) in models)
-    return _with(settings, kept)
-
-
-def _with(settings: Settings, instances: Sequence[Any]) -> Settings:
-    values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-    values["instances"] = tuple(instances)
-    return Settings(**values)
 
 
 def recorded_model(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,10 +151,10 @@ def longest_len(
     limit: int,
 ) -> int:
     """Longest request in whole blocks, at most ``limit`` tokens, that the pool holds; 0 when not even one block."""
-    low, high = 0, max(1, limit // block_tokens)
+    low, high = 0, max(1, math.ceil(limit / block_tokens))
     while low < high:
         middle = (low + high + 1) // 2
-        tokens = middle * block_tokens
+        tokens = min(limit, middle * block_tokens)
         if smallest_pool_bytes(shape, kv, tokens, block_tokens, hybrid_manager, in_flight_tokens) <= pool_bytes:
             low = middle
         else:

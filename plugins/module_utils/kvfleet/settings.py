@@ -13,6 +13,9 @@ from .findings import Finding, KvfleetError, refuse
 
 PROFILES = ("gpu", "cpu", "disk")
 
+#: Nothing that a host has comes near this; bytes written as GiB do.
+_LARGEST_GIB = 1024.0**2
+
 #: Settings of one instance; each is also a host-wide default under the name with ``kvfleet_`` in front.
 #: name -> (type, smallest, largest); ``None`` means no limit.
 INSTANCE_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
@@ -22,32 +25,32 @@ INSTANCE_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
     "served_model_name": ("str", None, None),
     "profile": ("profile", None, None),
     "tensor_parallel_size": ("int", 1, 64),
-    "max_model_len": ("int", 1, None),
+    "max_model_len": ("int", 1, 10**9),
     "max_num_seqs": ("int", 1, 65536),
     "gpu_memory_utilization": ("float", 0.05, 0.99),
     "kv_cache_dtype": ("str", None, None),
     "dtype": ("str", None, None),
-    "kv_pool_gib": ("float", 0.0, None),
-    "buffer_gib_per_gpu": ("float", 0.0, None),
-    "quota_gib": ("float", 0.0, None),
-    "working_set_gib": ("float", 0.0, None),
-    "chunk_tokens": ("int", 1, None),
+    "kv_pool_gib": ("float", 0.0, _LARGEST_GIB),
+    "buffer_gib_per_gpu": ("float", 0.0, _LARGEST_GIB),
+    "quota_gib": ("float", 0.0, _LARGEST_GIB),
+    "working_set_gib": ("float", 0.0, _LARGEST_GIB),
+    "chunk_tokens": ("int", 1, 65536),
     "enforce_eager": ("bool", None, None),
     "trust_remote_code": ("bool", None, None),
-    "prefill_tokens_per_s": ("float", 0.0, None),
+    "prefill_tokens_per_s": ("float", 0.0, 1e9),
 }
 #: Settings of the whole host, under their full names.
 HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
     "kvfleet_release": ("str", None, None),
     "kvfleet_instances": ("list", None, None),
-    "kvfleet_host": ("str", None, None),
+    "kvfleet_host": ("address", None, None),
     "kvfleet_lmcache_port": ("int", 1, 65535),
     "kvfleet_lmcache_http_port": ("int", 1, 65535),
-    "kvfleet_ram_reserve_gib": ("float", 0.0, None),
+    "kvfleet_ram_reserve_gib": ("float", 0.0, _LARGEST_GIB),
     "kvfleet_allow_advisories": ("bool", None, None),
     "kvfleet_releases_extra": ("list", None, None),
-    "kvfleet_ram_bytes_per_s": ("float", 0.0, None),
-    "kvfleet_disk_bytes_per_s": ("float", 0.0, None),
+    "kvfleet_ram_bytes_per_s": ("float", 0.0, 1e15),
+    "kvfleet_disk_bytes_per_s": ("float", 0.0, 1e15),
     "cache_disk_device": ("str", None, None),
     "cache_disk_serial": ("str", None, None),
     "cache_disk_spare_percent": ("float", 0.0, 50.0),
@@ -282,19 +285,27 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
                 )
             return value
         elif kind == "gpus":
-            if isinstance(value, (list, tuple)):
-                return [item if isinstance(item, int) else str(item) for item in value]
-            return str(value) if value == "all" else [part.strip() for part in str(value).split(",") if part.strip()]
+            return _gpus(value)
         else:
-            return str(value)
-    except ValueError:
-        words = {"int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list"}
+            return _text(value, kind)
+    except (ValueError, OverflowError):
+        words = {
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "list": "a list",
+            "gpus": "all, or a list of indices and UUIDs",
+            "str": "text on one line",
+            "address": "an IP address or a host name",
+        }
         raise refuse(
             "KVF-SET-002", f"{name} is {value!r}, but must be {words[kind]}.", f"Set {name} to {words[kind]}."
         ) from None
     if kind in ("int", "float"):
         if (smallest is not None and typed < smallest) or (largest is not None and typed > largest):
-            limits = f"at least {smallest:g}" if largest is None else f"from {smallest or 0:g} to {largest:g}"
+            # a limit that only catches mistakes of the unit is no range to tell people who are below it
+            open_end = largest is None or (largest > 1e5 and smallest is not None and typed < smallest)
+            limits = f"at least {smallest:g}" if open_end else f"from {smallest or 0:g} to {largest:.10g}"
             raise refuse("KVF-SET-002", f"{name} is {value}, but must be {limits}.", f"Set {name} to a value {limits}.")
         if name.endswith(("kv_pool_gib", "buffer_gib_per_gpu", "quota_gib")) and typed <= 0:
             raise refuse(
@@ -303,6 +314,35 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
                 "Leave it out to have it computed, or choose a smaller kvfleet_profile.",
             )
     return typed
+
+
+def _gpus(value: Any) -> Any:
+    """``all``, or the items of a list; a text holds them with commas, in brackets or not (``-e kvfleet_gpus=[0,1]``)."""
+    if isinstance(value, str):
+        if value.strip().lower() == "all":
+            return "all"
+        text = value.strip()
+        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        return [part.strip().strip("'\"") for part in inner.split(",") if part.strip()]
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, (int, str)) or not str(item).strip():
+            raise ValueError
+    return [item if isinstance(item, int) else item.strip() for item in items]
+
+
+def _text(value: Any, kind: str) -> str:
+    """A text that a command line and a unit can hold; numbers are taken as written."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError
+    text = str(value)
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in text):
+        raise ValueError
+    if kind == "address" and not re.fullmatch(
+        r"[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text
+    ):
+        raise ValueError
+    return text
 
 
 def _boolean(value: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,8 @@ FLOOR_SHARE, FLOOR_MIN_GIB, FLOOR_MAX_GIB = 0.05, 0.25, 20.0
 QUOTA_SHARE_MAX = 0.8
 #: The article's window for the disk cap.
 QUOTA_WINDOW = (1 / 3, 1 / 2)
+#: Highest TCP port.
+_LAST_PORT = 65535
 #: Where L1 lives on a CPU host, as messages call it.
 _SHM = "the file system at /dev/shm"
 #: LMCache's class that keeps vLLM's hybrid KV cache manager on.
@@ -124,6 +126,7 @@ def build_plan(
     errors: Sequence[Finding] = (),
     sessions: int | None = None,
     context: int | None = None,
+    skip: Collection[str] = (),
 ) -> dict[str, Any]:
     """Compute the plan of ``host``.
 
@@ -131,12 +134,13 @@ def build_plan(
     ``disk`` the cache disk's ``{"device", "serial", "size_bytes", "partition_bytes", "spare_bytes"}``; ``measured``
     may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver) and ``prefill_tokens_per_s``; ``previous``
     is the plan that the host runs now: computed values stay as they are while nothing but the free memory changed and
-    they still fit. ``reasons``, ``warnings`` and ``errors`` are those of earlier steps. Never raises for a host that
+    they still fit. ``reasons``, ``warnings`` and ``errors`` are those of earlier steps; instances named in ``skip`` have
+    their error there already, only their GPUs and ports count here. Never raises for a host that
     does not fit: ``errors`` of the plan says why.
     """
     return _Planner(
         host, settings, models, release, disk, measured or {}, previous, list(errors), [*settings.notes, *warnings]
-    ).plan(list(reasons), sessions, context)
+    ).plan(list(reasons), sessions, context, skip)
 
 
 def ram_reserve_gib(total_bytes: int) -> float:
@@ -230,9 +234,14 @@ class _Planner:
 
     # --- the whole ---
 
-    def plan(self, reasons: list[str], sessions: int | None, context: int | None) -> dict[str, Any]:
+    def plan(
+        self, reasons: list[str], sessions: int | None, context: int | None, skip: Collection[str]
+    ) -> dict[str, Any]:
+        self._check_gpus_shown()
         drafts = []
         for instance in self.settings.instances:
+            if instance.name in skip:
+                continue
             try:
                 drafts.append(self._draft(instance))
             except KvfleetError as error:
@@ -362,7 +371,8 @@ class _Planner:
         )
         per_rank = weights_per_rank(shape, weights, ranks)
         max_seqs = own.get("max_num_seqs") or (256 if self.accelerator == "cuda" else 4)
-        in_flight = pools.in_flight_tokens(chosen[0] if chosen else None)
+        smallest = min(chosen, key=lambda gpu: int(gpu["memory_mib"])) if chosen else None
+        in_flight = pools.in_flight_tokens(smallest)
         sized = self._pool(
             own, shape, kv, chosen, ranks, profile, chunk, block, hybrid, in_flight, per_rank, max_seqs, reasons
         )
@@ -388,6 +398,16 @@ class _Planner:
             max_num_seqs=max_seqs,
             reasons=reasons,
         )
+        if profile != "gpu" and chunk > max_len:
+            self._warn(
+                "KVF-MODEL-021",
+                f"Instance {own.name}: a chunk of {chunk} tokens is longer than the longest request of {max_len}, so no "
+                "tier ever gets one.",
+                f"Set kvfleet_chunk_tokens to at most {max(block, max_len // block * block)}, raise "
+                "kvfleet_max_model_len, or set kvfleet_profile: gpu.",
+                chunk_tokens=chunk,
+                max_model_len=max_len,
+            )
         draft.tokens_per_s = self._prefill(draft)
         return draft
 
@@ -433,7 +453,62 @@ class _Planner:
                 )
             )
         self._with_memory(chosen, own)
+        self._check_equal(chosen, own)
         return chosen
+
+    def _claimed_gpus(self, own: InstanceSettings) -> list[dict[str, Any]]:
+        """The GPUs that an instance asks for, also one that is refused for another reason."""
+        available = self.host.get("gpus") or []
+        wanted, ranks = own.get("gpus", "all"), own.get("tensor_parallel_size")
+        if wanted == "all":
+            return sorted(available, key=lambda gpu: int(gpu["index"]))[: int(ranks) if ranks else None]
+        claimed = []
+        for item in wanted:
+            try:
+                claimed += gpus.select_gpus(available, [item], own.name)
+            except KvfleetError:
+                continue  # its own message says which GPU is wrong
+        return claimed
+
+    def _check_gpus_shown(self) -> None:
+        """A GPU host must not be served like a smaller one, or like one without GPUs, because a card is lost."""
+        shown, why = len(self.host.get("gpus") or []), self._why_no_gpus()
+        if not shown and self.host.get("driver_version"):
+            self._error(
+                "KVF-GPU-010",
+                f"NVIDIA driver {self.host['driver_version']} is on this host, but it shows no GPU{why}.",
+                "Repair the driver or the GPUs (nvidia-smi must list them); to serve on the CPU, remove the driver.",
+            )
+        elif not shown and why:
+            self._warn(
+                "KVF-GPU-011",
+                f"The plan is one for the CPU, because no GPU is shown{why}.",
+                "Install or repair the driver, if this host has GPUs to serve with.",
+            )
+        elif shown and why:
+            takers = [own.name for own in self.settings.instances if own.get("gpus", "all") == "all"]
+            if takers:
+                self._error(
+                    "KVF-GPU-010",
+                    f"Instance {takers[0]} takes all GPUs, but only {shown} of them can be seen{why}.",
+                    "Repair that GPU, or set gpus (kvfleet_gpus) to those that are to serve without it.",
+                    gpus=shown,
+                )
+            else:
+                self._warn("KVF-GPU-011", f"Not every GPU can be seen{why}.", "Repair it, if an instance is to use it.")
+
+    def _check_equal(self, chosen: Sequence[Mapping[str, Any]], own: InstanceSettings) -> None:
+        sizes = sorted({int(gpu["memory_mib"]) for gpu in chosen})
+        # cards of one kind differ by some MiB of ECC and firmware
+        if len(sizes) > 1 and sizes[0] < 0.98 * sizes[-1]:
+            self._warn(
+                "KVF-GPU-012",
+                f"Instance {own.name} has GPUs of {sizes[0]} and {sizes[-1]} MiB; every rank gets what the smallest "
+                "one holds.",
+                "Give GPUs of different sizes to different instances (gpus in kvfleet_instances).",
+                smallest_mib=sizes[0],
+                largest_mib=sizes[-1],
+            )
 
     def _with_memory(self, chosen: Sequence[Mapping[str, Any]], own: InstanceSettings) -> None:
         """Refuse a GPU whose memory is not known: every size starts from it."""
@@ -518,7 +593,7 @@ class _Planner:
             chunk_bytes = chunk * kv.stored_per_token_per_rank
             self._warn(
                 "KVF-MODEL-016",
-                f"Instance {own.name}: chunk_tokens {chunk} makes {DEFAULT_CHUNK_TOKENS // chunk} times as many "
+                f"Instance {own.name}: chunk_tokens {chunk} makes {DEFAULT_CHUNK_TOKENS / chunk:.3g} times as many "
                 "objects as "
                 f"{DEFAULT_CHUNK_TOKENS} for the same bytes: {human_bytes(chunk_bytes)} in each file of a rank, "
                 f"{GIB // max(1, chunk_bytes)} files a GiB.",
@@ -603,7 +678,8 @@ class _Planner:
             if self.accelerator == "cpu" and max_len > 8192:
                 max_len = 8192
                 reasons["max_model_len"] = "8192 on a CPU, which computes long prompts slowly"
-        if pool_bytes <= 0 or longest < min(max_len, block):
+        too_long = bool(shape.max_position and max_len > shape.max_position)
+        if not own_pool and (pool_bytes <= 0 or longest < min(max_len, block)):
             self._error(
                 "KVF-VRAM-001" if self.accelerator == "cuda" else "KVF-RAM-005",
                 f"Instance {own.name}: nothing is left for KV: weights take {human_bytes(weights)} per rank"
@@ -613,18 +689,22 @@ class _Planner:
                 weights_bytes_per_rank=weights,
                 pool_bytes_per_rank=pool_bytes,
             )
-        elif longest < max_len:
+        elif longest < max_len and not too_long:
             need = pools.smallest_pool_bytes(shape, kv, max_len, block, hybrid, in_flight)
             self._error(
                 "KVF-VRAM-004",
                 f"Instance {own.name}: one request of max_model_len {max_len} needs {human_bytes(need)} of KV per "
                 "rank, the pool has "
                 f"{human_bytes(pool_bytes)} (one block of {block} tokens is never usable).",
-                f"Set kvfleet_max_model_len to at most {longest}"
+                (
+                    f"Set kvfleet_max_model_len to at most {longest}, or"
+                    if longest
+                    else f"Set it to at least {math.ceil(need / GIB * 100) / 100:g}, or"
+                )
                 + (
-                    ", or raise kvfleet_kv_pool_gib."
+                    " raise kvfleet_kv_pool_gib."
                     if own_pool or self.accelerator == "cpu"
-                    else ", use more gpus, or kvfleet_kv_cache_dtype: fp8."
+                    else " use more gpus, or kvfleet_kv_cache_dtype: fp8."
                 ),
                 needed_bytes=need,
                 pool_bytes=pool_bytes,
@@ -676,6 +756,17 @@ class _Planner:
             else 0
         )
         highest = pools.largest_utilization(usable, server, ranks)
+        if highest <= 0:
+            raise KvfleetError(
+                Finding(
+                    "KVF-VRAM-002",
+                    f"Instance {own.name}: the CUDA context ({human_bytes(pools.engine_context_bytes(ranks))}) and the "
+                    f"LMCache server ({human_bytes(server)}, with {pools.LMCACHE_STAGED_CHUNKS} chunks of {chunk} "
+                    f"tokens) need more than the GPU's {human_bytes(usable)}.",
+                    f"Leave kvfleet_chunk_tokens out ({DEFAULT_CHUNK_TOKENS}), or set kvfleet_profile: gpu.",
+                    {"usable_bytes": usable, "lmcache_bytes": server},
+                )
+            )
         utilization = own.get("gpu_memory_utilization")
         if utilization is None:
             share = math.floor((pools.DEFAULT_UTILIZATION - server / usable) * 100 + 1e-6) / 100
@@ -770,13 +861,13 @@ class _Planner:
 
     def _check_sharing(self, drafts: Sequence[_Draft]) -> None:
         users: dict[str, str] = {}
-        for draft in drafts:
-            for gpu in draft.gpus:
-                other = users.setdefault(str(gpu["uuid"]), draft.name)
-                if other != draft.name:
+        for own in self.settings.instances:
+            for gpu in self._claimed_gpus(own):
+                other = users.setdefault(str(gpu["uuid"]), own.name)
+                if other != own.name:
                     self._error(
                         "KVF-GPU-008",
-                        f"GPU {gpu['index']} ({gpu['uuid']}) is used by the instances {other} and {draft.name}.",
+                        f"GPU {gpu['index']} ({gpu['uuid']}) is used by the instances {other} and {own.name}.",
                         "Give every GPU to one instance in kvfleet_instances.",
                         gpu=gpu["index"],
                     )
@@ -865,6 +956,17 @@ class _Planner:
         if own is not None:
             draft.buffer_wanted_gib, draft.buffer_own = float(own), True
             draft.reasons["buffer_gib_per_gpu"] = "set by the user"
+            chunk = draft.chunk_tokens * draft.kv.stored_per_token_per_rank
+            if own * GIB < pools.LMCACHE_STAGED_CHUNKS * chunk:
+                least = pools.LMCACHE_STAGED_CHUNKS * chunk / GIB
+                self._error(
+                    "KVF-RAM-009",
+                    f"Instance {draft.name}: a buffer of {human_bytes(own * GIB)} does not hold "
+                    f"{pools.LMCACHE_STAGED_CHUNKS} chunks of {human_bytes(chunk)}.",
+                    f"Set kvfleet_buffer_gib_per_gpu to at least {math.ceil(least * 1000) / 1000:g}, or leave it out.",
+                    buffer_gib=own,
+                    least_gib=least,
+                )
             return
         working_set = draft.settings.get("working_set_gib")
         if draft.gpus:
@@ -909,7 +1011,9 @@ class _Planner:
             fixed = sum(draft.buffer_wanted_gib * draft.ranks for draft in members if draft.buffer_own)
             asked = sum(draft.buffer_wanted_gib * draft.ranks for draft in members if not draft.buffer_own)
             if fixed and fixed > limit and where != _SHM:
-                self._own_buffers_too_large(where, [draft for draft in members if draft.buffer_own], fixed, limit)
+                self._own_buffers_too_large(
+                    where, [draft for draft in members if draft.buffer_own], fixed, limit, drafts
+                )
             if asked and asked > limit - fixed:
                 factor = max(0.0, limit - fixed) / asked
                 for draft in members:
@@ -951,15 +1055,23 @@ class _Planner:
         if before <= draft.buffer_wanted_gib and (fits_gib == 1.0 or before <= fits_gib):
             draft.buffer_gib = float(before)
 
-    def _own_buffers_too_large(self, where: str, drafts: Sequence[_Draft], total: float, limit: float) -> None:
+    def _own_buffers_too_large(
+        self, where: str, drafts: Sequence[_Draft], total: float, limit: float, everyone: Sequence[_Draft]
+    ) -> None:
+        parts = (
+            f"available {self._available_bytes() / GIB:.1f} GiB, less {self._reserve_gib():.1f} for the system, "
+            f"{sum(self._engine_gib(draft) for draft in everyone):.1f} for vLLM and "
+            f"{self._overhead_gib(everyone):.1f} for LMCache"
+            if where == "the host"
+            else "its share of the RAM, less what the system, vLLM and LMCache need there"
+        )
         terms = " + ".join(f"{draft.ranks} x {draft.buffer_wanted_gib:g}" for draft in drafts)
         ranks = sum(draft.ranks for draft in drafts)
         most = max(0.0, _step_down(limit / ranks)) if limit > 0 else 0.0
         self._error(
             "KVF-RAM-002",
             f"The buffers need {terms} = {total:g} GiB of RAM, but {where} has {max(0.0, limit):.1f} GiB for them "
-            f"(available {self._available_bytes() / GIB:.1f} GiB, less {self._reserve_gib():.1f} for the system and "
-            "what vLLM and LMCache need).",
+            f"({parts}).",
             f"Set kvfleet_buffer_gib_per_gpu to at most {most:g}, or leave it out."
             if most >= 0.5
             else "Set kvfleet_profile: gpu, or add RAM.",
@@ -1172,6 +1284,18 @@ class _Planner:
     def _ports(self, plan: dict[str, Any]) -> None:
         address = self.settings.host
         taken: dict[int, str] = {}
+        planned = {instance["name"] for instance in plan["instances"]}
+        for own in self.settings.instances:  # a refused instance has its port all the same
+            port = own.get("port")
+            if own.name not in planned and port is not None and "port" in own.own:
+                if port in taken:
+                    self._error(
+                        "KVF-NET-001",
+                        f"Port {port} is used by {taken[port]} and by instance {own.name}.",
+                        "Give every instance in kvfleet_instances its own port.",
+                        port=port,
+                    )
+                taken[int(port)] = f"instance {own.name}"
         instances = {own.name: own for own in self.settings.instances}
         next_port = DEFAULT_PORT
         for instance in plan["instances"]:
@@ -1199,12 +1323,20 @@ class _Planner:
                 if port in taken:
                     self._error(
                         "KVF-NET-001",
-                        f"Port {port} is used by {taken[port]} and by LMCache server {server['name']}.",
+                        f"Port {port} is used by {taken[port]} and by LMCache server {server['name']} "
+                        f"({'requests' if key == 'port' else 'HTTP'}).",
                         f"Set kvfleet_{setting} to a free port.",
                         port=port,
                     )
+                if port > _LAST_PORT:
+                    self._error(
+                        "KVF-NET-004",
+                        f"LMCache server {server['name']} would listen on port {port}; the last one is {_LAST_PORT}.",
+                        f"Set kvfleet_{setting} to at most {_LAST_PORT + 1 - len(plan['servers'])}.",
+                        port=port,
+                    )
                 server[key] = port
-                taken[port] = f"LMCache server {server['name']}"
+                taken[port] = f"LMCache server {server['name']} ({'requests' if key == 'port' else 'HTTP'})"
         for instance in plan["instances"]:
             # the engine scans upwards from here: 16 ports each, below the range for outgoing connections
             internal = 20000 + instance["port"] * 16 % 12000
