@@ -21,7 +21,9 @@ def load_matrix(path: Path | None = None, extra: Path | None = None) -> dict[str
     """
     document = _read(path or ROOT / "releases.yml")
     if not isinstance(document, dict) or "releases" not in document:
-        raise refuse("KVF-REL-003", f"{path} is no release matrix.", "Give a file with the key releases.")
+        raise refuse(
+            "KVF-REL-003", f"{path or 'releases.yml'} is no release matrix.", "Give a file with the key releases."
+        )
     if extra is not None:
         more = _read(extra)
         if isinstance(more, dict):
@@ -37,7 +39,7 @@ def _read(path: Path) -> Any:
         return yaml.safe_load(path.read_text())
     except OSError as error:
         raise refuse("KVF-REL-003", f"{path}: {error.strerror}.", "Give an existing file.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise refuse("KVF-REL-003", f"{path} is not YAML: {error}", "Correct the file.") from None
 
 

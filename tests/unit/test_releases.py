@@ -492,3 +492,28 @@ def test_a_verdict_is_plain_data() -> None:
     assert data["ok"] is False
     assert data["violations"][0]["code"] == "KVF-REL-012"
     assert data["nearest"][0]["torch"] == "2.13.0+cu130"
+
+
+@pytest.mark.parametrize(
+    ("vllm", "lmcache", "torch", "codes"),
+    [
+        ("0.32.0+cu130", "0.5.6", None, []),
+        ("0.32.0+cu129", "0.5.6", None, ["KVF-REL-041"]),
+        ("0.32.0+cu130", "0.5.6", "2.13.0+cpu", ["KVF-REL-041"]),
+        ("0.32.0+cpu", "0.5.6", "2.13.0+cu130", ["KVF-REL-041"]),
+        ("0.32.0", "0.5.6+torch2.14", None, ["KVF-REL-044"]),
+        ("0.32.0", "0.5.6+cu129", None, ["KVF-REL-044"]),
+        ("0.32.0+cpu", "0.5.6+cpu", None, []),
+    ],
+)
+def test_local_parts_name_other_builds_than_the_matrix_does(vllm, lmcache, torch, codes):
+    assert [finding.code for finding in check(DOCUMENT, vllm, lmcache, torch).violations] == codes
+
+
+@pytest.mark.parametrize("table", ["advisories", "vllm_builds", "lmcache_builds", "connectors", "cpu_pairs"])
+@pytest.mark.parametrize("content", [[{"x": 1}], [5], "text", {"a": 1}])
+def test_a_broken_table_of_facts_is_named(table, content):
+    with pytest.raises(KvfleetError) as refused:
+        check({**DOCUMENT, table: content}, "0.31.0.post1" + ("+cpu" if table == "cpu_pairs" else ""), "0.5.6")
+    assert refused.value.findings[0].code == "KVF-REL-003"
+    assert table in str(refused.value)

@@ -169,3 +169,15 @@ def test_the_installed_command_is_this_one() -> None:
         [stubs.UV.with_name("kvfleet"), "releases", "--help"], capture_output=True, text=True, check=True
     )
     assert "check" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--releases", "--extra"])
+@pytest.mark.parametrize("content", [b"\x00\xff", b"x: [", b"", b"5", b"releases: 5"])
+def test_a_damaged_file_of_rows_is_refused_by_its_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, content: bytes
+) -> None:
+    path = tmp_path / "rows.yml"
+    path.write_bytes(content)
+    status, _, err = call(capsys, monkeypatch, "releases", "list", option, str(path))
+    assert status == 2
+    assert "KVF-REL-003" in err

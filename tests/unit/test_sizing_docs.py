@@ -4,7 +4,19 @@ import re
 
 from kvfleet.checkout import ROOT
 
-PARTS = ("models", "gpus", "numa", "hostfacts", "hostcheck", "settings", "breakeven", "pools", "sizing", "planning")
+PARTS = (
+    "models",
+    "modelcheck",
+    "gpus",
+    "numa",
+    "hostfacts",
+    "hostcheck",
+    "settings",
+    "breakeven",
+    "pools",
+    "sizing",
+    "planning",
+)
 
 
 def test_every_code_is_explained_once():

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from .findings import Finding, refuse
+from .modelcheck import check_kinds
+from .units import human_bytes
 
 #: Bytes of one number, by the names that configurations and vLLM use.
 DTYPE_BYTES: dict[str, float] = {
@@ -338,6 +340,8 @@ def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelSha
             "Set model to a directory with the model's own config.json.",
         )
     text = text_config(config)
+    for part in (config, text):
+        check_kinds(part, name)
     model_type = str(text.get("model_type") or config.get("model_type") or "")
     if text is not config and model_type in _CLASS_DEFAULTS:
         text = {**_CLASS_DEFAULTS[model_type], **text}
@@ -371,6 +375,12 @@ def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelSha
             )
         )
     groups = _groups(text, model_type, layers, heads, head_dim, name)
+    if all(group.kind == _STATE for group in groups):
+        raise refuse(
+            "KVF-MODEL-005",
+            f"{name}: by its config.json no layer of {model_type!r} is attention, so there is no KV to keep.",
+            "Use the config.json that belongs to the weights, or serve this model without kvfleet.",
+        )
     indexer = 0
     if model_type in _INDEXER_TYPES:
         index_dim = int(text.get("index_head_dim") or 128)
@@ -395,9 +405,7 @@ def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelSha
         active_parameters=active,
         weight_bytes_from_shape=bits,
         replicated_parameters=replicated,
-        intermediate_size=int(
-            text.get("intermediate_size") or text.get("ffn_hidden_size") or text.get("n_inner") or 4 * hidden
-        ),
+        intermediate_size=_widest_mlp(text, hidden),
         notes=tuple(notes),
     )
 
@@ -567,7 +575,7 @@ def read_model(
     ``read_text(path)`` returns a file's text or ``None``; ``list_sizes(directory)`` returns ``{file name: bytes}`` or
     ``None`` when it is no directory. Returns ``{"config", "weight_bytes", "weight_source", "digest"}``; weights are 0
     with source ``shape`` when there are no weight files. Raises KVF-MODEL-001 (no such directory), -002 (no
-    ``config.json``), -003 (not JSON).
+    ``config.json``), -003 (not JSON), -020 (weights that are not all there).
     """
     files = list_sizes(path)
     config_path = path
@@ -602,6 +610,8 @@ def read_model(
             if "model.safetensors.index.json" in files
             else None
         )
+        if index is not None:
+            check_weight_files(path, files, index)
         weight_bytes, source = weight_files_bytes(files, index)
     return {
         "config": config,
@@ -616,7 +626,7 @@ def weight_files_bytes(files: Mapping[str, int], index_text: str | None = None) 
     if index_text:
         try:
             total = int(json.loads(index_text)["metadata"]["total_size"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             total = 0
         if total > 0:
             return total, "index"
@@ -630,6 +640,41 @@ def weight_files_bytes(files: Mapping[str, int], index_text: str | None = None) 
         if total:
             return total, "files"
     return 0, "shape"
+
+
+def check_weight_files(path: str, files: Mapping[str, int], index_text: str) -> None:
+    """Refuse (KVF-MODEL-020) an index that is none, or whose files are there in part: the engine would fail with them.
+
+    No file of the index at all is fine: sizes can be planned from ``config.json`` and the index alone.
+    """
+    fix = "Copy the model again (git lfs pull, if it was cloned); compare with model.safetensors.index.json."
+    try:
+        index = json.loads(index_text)
+        shards = set(index["weight_map"].values())
+        missing = sorted(shard for shard in shards if shard not in files)
+        present = sum(files[shard] for shard in shards if shard in files)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise refuse(
+            "KVF-MODEL-020", f"{path}/model.safetensors.index.json is no index of weight files.", fix
+        ) from None
+    if missing and len(missing) < len(shards):
+        raise refuse(
+            "KVF-MODEL-020",
+            f"{path} lacks {len(missing)} of its {len(shards)} weight files ({', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}).",
+            fix,
+            missing=missing,
+        )
+    total, _ = weight_files_bytes({}, index_text)
+    # some indexes count weights twice that the files hold once; pointer files and cut-off copies are far below
+    if not missing and present < total // 2:
+        raise refuse(
+            "KVF-MODEL-020",
+            f"The weight files of {path} have {human_bytes(present)}, its index says {human_bytes(total)}.",
+            fix,
+            present_bytes=present,
+            total_bytes=total,
+        )
 
 
 def model_digest(config: Mapping[str, Any], files: Mapping[str, int]) -> str:
@@ -904,6 +949,12 @@ def _block_groups(text: Mapping[str, Any], heads: int, head_dim: int, name: str)
     return tuple(LayerGroup(_FULL, count, kv, head_dim, head_dim) for kv, count in sorted(counts.items()))
 
 
+def _widest_mlp(text: Mapping[str, Any], hidden: int) -> int:
+    """Width of the widest layer's MLP; some configurations (Gemma 3n) list one a layer."""
+    width = text.get("intermediate_size") or text.get("ffn_hidden_size") or text.get("n_inner") or 4 * hidden
+    return max(int(item) for item in width) if isinstance(width, list) else int(width)
+
+
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
     for source in (text, config):
         value = source.get("torch_dtype") or source.get("dtype")
@@ -1102,7 +1153,7 @@ def _weight_bytes(
         return int((parameters - expert_parameters) * plain + expert_parameters * 4.25 / 8)
     elif method == "compressed-tensors":
         found = [
-            group.get("weights", {}).get("num_bits")
+            (group.get("weights") or {}).get("num_bits")
             for group in (quantization.get("config_groups") or {}).values()
             if isinstance(group, Mapping)
         ]

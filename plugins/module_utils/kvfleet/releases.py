@@ -51,6 +51,14 @@ _FIELDS = {
     "advisories": "list",
     "system_packages": "packages",
 }
+#: What each entry of the tables of facts must have.
+_FACT_FIELDS = {
+    "advisories": ("id", "package", "affected", "summary"),
+    "vllm_builds": ("vllm", "torch", "cuda", "min_driver", "python", "glibc", "compute_capability"),
+    "lmcache_builds": ("lmcache", "torch", "cuda", "python", "glibc", "wheel"),
+    "connectors": ("vllm", "lmcache", "mode", "connector", "module_path"),
+    "cpu_pairs": ("vllm", "lmcache"),
+}
 _FORBIDDEN_FIELDS = {
     "id": "text",
     "status": "text",
@@ -141,8 +149,23 @@ def _rows_of(source: Source) -> list[Mapping[str, Any]]:
 
 
 def _facts(source: Source, name: str) -> list[Mapping[str, Any]]:
-    found = source.get(name, []) if isinstance(source, Mapping) else []
-    return [fact for fact in found or [] if isinstance(fact, Mapping)]
+    """A table of facts; refuses (KVF-REL-003) one that lacks what answers are taken from."""
+    found = (source.get(name) if isinstance(source, Mapping) else None) or []
+    if not isinstance(found, list):
+        raise _bad_table(name, "it is not a list")
+    for number, fact in enumerate(found, start=1):
+        missing = [key for key in _FACT_FIELDS[name] if not isinstance(fact, Mapping) or key not in fact]
+        if missing:
+            raise _bad_table(name, f"entry {number} lacks {', '.join(missing)}")
+    return list(found)
+
+
+def _bad_table(name: str, message: str) -> KvfleetError:
+    return refuse(
+        "KVF-REL-003",
+        f"The table {name} of the release matrix cannot be used: {message}.",
+        "Compare with releases.yml of the project.",
+    )
 
 
 def _bad_row(name: str, message: str, fix: str) -> KvfleetError:
@@ -543,7 +566,8 @@ def check(
         if text is not None:
             parse(text, name)
     releases = load_rows(source)
-    cpu = "cpu" in {asked_vllm.local, asked_torch.local if asked_torch else None}
+    # vLLM's own build decides; torch's is asked only where it does not say
+    cpu = (asked_vllm.local or (asked_torch.local if asked_torch else None)) == "cpu"
     accelerator = "cpu" if cpu else "cuda"
     facts = {"driver": driver, "python": python, "glibc": glibc, "compute_capability": compute_capability}
 
@@ -560,6 +584,7 @@ def check(
         row, found = _derive(source, asked_vllm, asked_lmcache, asked_torch)
         # "nothing is known" adds nothing to the row that forbids the pair
         violations += [f for f in found if not (forbidding and f.code == "KVF-REL-044")]
+    violations += _build_conditions(row, asked_vllm, asked_lmcache, cpu)
     if row is not None:
         violations += _host_conditions(row, **facts)
     mode = row["mode"] if row else None
@@ -612,6 +637,24 @@ def _torch_conditions(pinned: str, asked: Version | None, vllm: str) -> list[Fin
     have, need = _cuda_major(asked), _cuda_major(pin)
     if have is not None and need is not None and have != need:
         found.append(_cuda_finding(f"vLLM {vllm}", need, f"torch {asked}", have))
+    return found
+
+
+def _build_conditions(row: Row | None, vllm: Version, lmcache: Version, cpu: bool) -> list[Finding]:
+    """What the local parts say: rows and tables speak of the wheels on PyPI, another build is another thing."""
+    found = []
+    have, need = _cuda_major(vllm), _cuda_major(Version(row["torch"])) if row else None
+    if have is not None and need is not None and have != need:
+        found.append(_cuda_finding(f"the wheel of vLLM {vllm.public} on PyPI", need, f"vLLM {vllm}", have))
+    if lmcache.local and not (cpu and lmcache.local == "cpu"):
+        found.append(
+            Finding(
+                "KVF-REL-044",
+                f"Nothing is known about the build {lmcache.local} of LMCache {lmcache.public}.",
+                "Ask without it for the wheel on PyPI; a build of your own needs a row (kvfleet_releases_extra).",
+                {"version": str(lmcache)},
+            )
+        )
     return found
 
 

@@ -317,7 +317,7 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
 
 
 def _gpus(value: Any) -> Any:
-    """``all``, or the items of a list; a text holds them with commas, in brackets or not (``-e kvfleet_gpus=[0,1]``)."""
+    """``all``, or the items of a list; a text has commas, and brackets or not (``-e kvfleet_gpus=[0,1]``)."""
     if isinstance(value, str):
         if value.strip().lower() == "all":
             return "all"

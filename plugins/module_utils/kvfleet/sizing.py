@@ -134,9 +134,9 @@ def build_plan(
     ``disk`` the cache disk's ``{"device", "serial", "size_bytes", "partition_bytes", "spare_bytes"}``; ``measured``
     may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver) and ``prefill_tokens_per_s``; ``previous``
     is the plan that the host runs now: computed values stay as they are while nothing but the free memory changed and
-    they still fit. ``reasons``, ``warnings`` and ``errors`` are those of earlier steps; instances named in ``skip`` have
-    their error there already, only their GPUs and ports count here. Never raises for a host that
-    does not fit: ``errors`` of the plan says why.
+    they still fit. ``reasons``, ``warnings`` and ``errors`` are those of earlier steps; instances named in ``skip``
+    have their error there already, only their GPUs and ports count here. Never raises for a host that does not
+    fit: ``errors`` of the plan says why.
     """
     return _Planner(
         host, settings, models, release, disk, measured or {}, previous, list(errors), [*settings.notes, *warnings]
@@ -401,8 +401,8 @@ class _Planner:
         if profile != "gpu" and chunk > max_len:
             self._warn(
                 "KVF-MODEL-021",
-                f"Instance {own.name}: a chunk of {chunk} tokens is longer than the longest request of {max_len}, so no "
-                "tier ever gets one.",
+                f"Instance {own.name}: a chunk of {chunk} tokens is longer than the longest request of {max_len}, so "
+                "no tier ever gets one.",
                 f"Set kvfleet_chunk_tokens to at most {max(block, max_len // block * block)}, raise "
                 "kvfleet_max_model_len, or set kvfleet_profile: gpu.",
                 chunk_tokens=chunk,
