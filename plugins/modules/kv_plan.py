@@ -185,7 +185,7 @@ def main() -> None:
     options = module.params
     recorded = options["host"]
     try:
-        host = check_recorded(recorded) if recorded else gather(run_command)
+        host = gather(run_command) if recorded is None else check_recorded(recorded)
         plan = planning.make_plan(
             options["settings"],
             options["releases"],
@@ -194,9 +194,9 @@ def main() -> None:
             list_sizes=list_sizes,
             variable_names=options["variable_names"],
             model_config=options["model_config"],
-            check_disk=None if recorded else check_disk,
-            previous=None if recorded else read_json(options["plan_file"]),
-            measured=None if recorded else measured(options["settings"], read_json(options["proof_file"])),
+            check_disk=check_disk if recorded is None else None,
+            previous=read_json(options["plan_file"]) if recorded is None else None,
+            measured=measured(options["settings"], read_json(options["proof_file"])) if recorded is None else None,
             sessions=options["sessions"],
             context=options["context"],
         )

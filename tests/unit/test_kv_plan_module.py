@@ -121,3 +121,9 @@ def test_speeds_of_the_last_proof_feed_the_advice():
 def test_releases_may_be_a_list_of_rows(run, model):
     done = run({"kvfleet_profile": "cpu", "kvfleet_model": model}, host=host(2), releases=RELEASES["releases"])
     assert done["plan"]["release"]["id"]
+
+
+def test_an_empty_recorded_host_is_not_this_machine(run, model):
+    done = run({"kvfleet_profile": "cpu", "kvfleet_model": model}, host={})
+    assert done["failed"]
+    assert "KVF-HOST-003" in done["msg"]

@@ -94,7 +94,7 @@ def test_missing_model_and_host(files):
 
 
 def test_wrong_usage(files):
-    for arguments in (["--sessions", "3"], ["--set", "nothing"], ["--set", "kvfleet_port=[1"]):
+    for arguments in (["--sessions", "3"], ["--set", "nothing"], ["--set", "kvfleet_port=[1"], ["--set", "model=x"]):
         assert "BadParameter" in type(run(files, *arguments).exception).__name__
 
 
@@ -126,3 +126,19 @@ def test_supported_system_told_by_its_name_only(files):
             for error in json.loads(run(files, *sets(kvfleet_profile="cpu"), "--format", "json").stdout)["errors"]
         }
         assert "KVF-HOST-001" not in codes
+
+
+def test_documents_that_nest_without_end(files):
+    (files / "deep.json").write_text("[" * 100_000)
+    done = run(files, *sets(kvfleet_profile="cpu"), "--format", "json", model="deep.json")
+    assert "KVF-MODEL-003" in {error["code"] for error in json.loads(done.stdout)["errors"]}
+    (files / "host.json").write_text("[" * 100_000)
+    assert "KVF-HOST-003" in str(run(files).exception)
+
+
+def test_sessions_longer_than_a_request_are_said(files):
+    done = run(
+        files, *sets(kvfleet_profile="cpu", kvfleet_max_model_len=8192), "--sessions", "2", "--context", "8193",
+        "--format", "json",
+    )  # fmt: skip
+    assert "KVF-MODEL-022" in {warning["code"] for warning in json.loads(done.stdout)["warnings"]}

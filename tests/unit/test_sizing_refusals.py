@@ -172,3 +172,12 @@ def test_gpus_as_a_command_line_writes_them(value, wanted):
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "::", "::1", "fe80::1", "gpu-7.example.com", "localhost"])
 def test_addresses_that_can_be_listened_on(address):
     assert parse_settings({"kvfleet_host": address}).host == address
+
+
+@pytest.mark.parametrize(("sessions", "context"), [(0, 5), (5, -1)])
+def test_sessions_that_are_none_are_refused(sessions, context):
+    with pytest.raises(KvfleetError, match="must be at least 1"):
+        make_plan(
+            {"kvfleet_model": "/m"}, load_matrix(), host(1), read_text=lambda _: None, list_sizes=lambda _: None,
+            sessions=sessions, context=context,
+        )  # fmt: skip

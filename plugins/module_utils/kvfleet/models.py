@@ -320,11 +320,12 @@ class KvSize:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of ``config`` that describes the language model (multimodal configurations nest it)."""
-    for key in _TEXT_KEYS:
-        nested = config.get(key)
-        if isinstance(nested, Mapping) and nested:
-            return text_config(nested)
-    return config
+    while True:
+        inner = [config.get(key) for key in _TEXT_KEYS]
+        nested = next((part for part in inner if isinstance(part, Mapping) and part), None)
+        if nested is None:
+            return config
+        config = nested
 
 
 def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelShape:
@@ -597,7 +598,7 @@ def read_model(
         )
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(
             "KVF-MODEL-003",
             f"{config_path} is not valid JSON ({error}).",
@@ -653,7 +654,7 @@ def check_weight_files(path: str, files: Mapping[str, int], index_text: str) -> 
         shards = set(index["weight_map"].values())
         missing = sorted(shard for shard in shards if shard not in files)
         present = sum(files[shard] for shard in shards if shard in files)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise refuse(
             "KVF-MODEL-020", f"{path}/model.safetensors.index.json is no index of weight files.", fix
         ) from None

@@ -14,7 +14,7 @@ from typing import Any
 from . import releases as release_matrix
 from . import services, sizing
 from .disks import planned_layout
-from .findings import Finding, KvfleetError
+from .findings import Finding, KvfleetError, refuse
 from .models import model_digest, read_model
 from .settings import Settings, parse_settings
 
@@ -66,6 +66,11 @@ def make_plan(
     that cannot be understood; everything else ends in the plan's ``errors``.
     """
     settings = parse_settings(values, variable_names)
+    for name, number in (("sessions", sessions), ("context", context)):
+        if number is not None and number < 1:
+            raise refuse(
+                "KVF-SET-002", f"host_plan_{name} is {number}, but must be at least 1.", f"Set host_plan_{name}."
+            )
     errors: list[Finding] = list(check_system(host))
     warnings: list[Finding] = []
     reasons: list[str] = []

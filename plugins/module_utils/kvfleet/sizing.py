@@ -1469,6 +1469,15 @@ class _Planner:
                 "fits": {"gpu": None, "cpu": None, "disk": None},
             }
         draft = drafts[0]
+        if context > draft.max_model_len:
+            self._warn(
+                "KVF-MODEL-022",
+                f"Instance {draft.name} takes requests of at most {draft.max_model_len} tokens, the sessions have "
+                f"{context}.",
+                f"Set --context (host_plan_context) to at most {draft.max_model_len}, or raise kvfleet_max_model_len.",
+                context=context,
+                max_model_len=draft.max_model_len,
+            )
         total = sessions * context * draft.kv.stored_per_token
         gpu_requests = pools.build_pool(
             draft.shape,

@@ -72,6 +72,8 @@ def read_settings(pairs: list[str]) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip():
             raise typer.BadParameter(f"--set {pair!r}: write NAME=VALUE")
+        if not name.strip().upper().startswith(("KVFLEET_", "CACHE_DISK_", "LMCACHE_")):
+            raise typer.BadParameter(f"--set {pair!r}: the plan reads kvfleet_* and cache_disk_* variables only")
         try:
             values[name.strip()] = yaml.safe_load(text) if text.strip() else ""
         except yaml.YAMLError as error:
@@ -85,7 +87,7 @@ def read_host(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise typer.BadParameter(f"--host {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(
             "KVF-HOST-003", f"{path} is not JSON ({error}).", "Record it with the module host_facts."
         ) from error
