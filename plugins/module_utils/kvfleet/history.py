@@ -118,14 +118,66 @@ def load_records(results_dir: Path, host: str | None = None) -> list[dict[str, A
     pattern = f"{safe_name(host)}/*.json" if host else "*/*.json"
     records = []
     for path in sorted(results_dir.glob(pattern)):
-        try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(record, dict) and record.get("schema") == SCHEMA and set(record) >= _REQUIRED:
+        record = _read_result(path)
+        if record is not None:
             records.append({**record, "path": str(path)})
     # of the same second the one with the number came later, and its name is longer
     return sorted(records, key=lambda record: (str(record["time"]), len(str(record["path"])), str(record["path"])))
+
+
+def damaged_files(results_dir: Path, host: str | None = None) -> list[Path]:
+    """Files that are called like results and are none: cut off, edited, or written by another version."""
+    pattern = f"{safe_name(host)}/*.json" if host else "*/*.json"
+    return [
+        path
+        for path in sorted(results_dir.glob(pattern))
+        if re.match(r"\d{8}T\d{6}Z-", path.name) and _read_result(path) is None
+    ]
+
+
+def _read_result(path: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA or not set(record) >= _REQUIRED:
+        return None
+    return record if _has_kinds(record) else None
+
+
+def _has_kinds(record: Mapping[str, Any]) -> bool:
+    """Whether the parts that every reader goes through have their kind."""
+    texts = ("host", "time", "release", "plan_profile", "profile", "verdict")
+    plan, deciding = record["plan"], record["deciding"]
+    return (
+        all(isinstance(record[key], str) and record[key] for key in texts)
+        and isinstance(record["reasons"], list)
+        and isinstance(deciding, dict)
+        and isinstance(deciding.get("message"), str)
+        and isinstance(plan, dict)
+        and all(isinstance(plan.get(key), dict) for key in ("release", "host"))
+        and all(_are_objects(plan.get(key)) for key in ("servers", "instances"))
+        and all(_has_instances(record.get(key)) for key in ("truth", "load"))
+        and _are_objects(record.get("changes") or [])
+        and all(isinstance(record.get(key) or {}, dict) for key in ("environment", "payoff"))
+    )
+
+
+def _has_instances(part: Any) -> bool:
+    """Whether ``truth`` or ``load`` is absent, or lists named instances."""
+    if part is None:
+        return True
+    instances = part.get("instances") if isinstance(part, dict) else None
+    return _are_objects(instances) and all(
+        isinstance(entry.get("name"), str)
+        and isinstance(entry.get("ttft_ms") or {}, dict)
+        and _are_objects(entry.get("runs") or [])
+        for entry in instances or ()
+    )
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def latest_per_host(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

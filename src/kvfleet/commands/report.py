@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kvfleet.checkout import ROOT
+from kvfleet.commands.results import say_damaged
 
 
 def report(
@@ -20,6 +21,7 @@ def report(
     from kvfleet.report import write
 
     console = Console(highlight=False, soft_wrap=True)
+    say_damaged(results, host)
     for form, path in write(results, output, host).items():
         console.print(f"{form:9}{path}")
     return 0

@@ -30,6 +30,7 @@ def list_results(
 ) -> int:
     """List all results, oldest first."""
     records = history.load_records(results_dir, host)
+    say_damaged(results_dir, host)
     rows = [
         {
             "id": selection.record_id(record),
@@ -65,6 +66,12 @@ def list_results(
         table.add_row(row["id"], row["plan_profile"], row["profile"], f"[{style}]{row['verdict']}[/]", row["deciding"])
     console.print(table)
     return 0
+
+
+def say_damaged(results_dir: Path, host: str | None = None) -> None:
+    """Name the files that look like results and cannot be read, so that none is missed in silence."""
+    for path in history.damaged_files(results_dir, host):
+        typer.echo(f"KVF-BENCH-049  {path} is no readable result and is left out; restore or remove it.", err=True)
 
 
 def show(
