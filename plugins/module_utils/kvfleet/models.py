@@ -1153,7 +1153,7 @@ def _weight_bytes(
         # only the experts are packed: 4 bits and one 8-bit scale for 32 values
         return int((parameters - expert_parameters) * plain + expert_parameters * 4.25 / 8)
     elif method == "compressed-tensors":
-        found = [
+        found: list[Any] = [
             (group.get("weights") or {}).get("num_bits")
             for group in (quantization.get("config_groups") or {}).values()
             if isinstance(group, Mapping)

@@ -861,13 +861,13 @@ class _Planner:
 
     def _check_sharing(self, drafts: Sequence[_Draft]) -> None:
         users: dict[str, str] = {}
-        for own in self.settings.instances:
-            for gpu in self._claimed_gpus(own):
-                other = users.setdefault(str(gpu["uuid"]), own.name)
-                if other != own.name:
+        for claimant in self.settings.instances:
+            for gpu in self._claimed_gpus(claimant):
+                other = users.setdefault(str(gpu["uuid"]), claimant.name)
+                if other != claimant.name:
                     self._error(
                         "KVF-GPU-008",
-                        f"GPU {gpu['index']} ({gpu['uuid']}) is used by the instances {other} and {own.name}.",
+                        f"GPU {gpu['index']} ({gpu['uuid']}) is used by the instances {other} and {claimant.name}.",
                         "Give every GPU to one instance in kvfleet_instances.",
                         gpu=gpu["index"],
                     )
