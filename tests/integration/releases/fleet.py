@@ -121,7 +121,8 @@ class Fleet:
         self.write_inventory()
         self.site(OLD)
         self.copy(Path(__file__).with_name("load.py"), "/root/load.py")
-        unit = "[Service]\nExecStart=/usr/bin/python3 /root/load.py\nRestart=always\n[Install]\nWantedBy=multi-user.target\n"
+        service = "[Service]\nExecStart=/usr/bin/python3 /root/load.py\nRestart=always\n"
+        unit = f"{service}[Install]\nWantedBy=multi-user.target\n"
         ssh(f"printf '{unit}' > /etc/systemd/system/load.service; systemctl enable --now load.service")
 
     def down(self):

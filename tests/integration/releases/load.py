@@ -1,13 +1,13 @@
 """Runs on the host: sends a request at a time, for ever, and looks at the release, the proof and the disk tier."""
 
 import json
-import os
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
-LOG = open("/root/load.jsonl", "a", buffering=1)  # noqa: SIM115 - as long as the process
-TIER = "/var/cache/kvfleet/data"
+LOG = Path("/root/load.jsonl").open("a", buffering=1)  # noqa: SIM115 - as long as the process
+TIERS = Path("/var/cache/kvfleet/data")
 
 
 def write(**entry):
@@ -17,16 +17,13 @@ def write(**entry):
 def look():
     while True:
         # the tiers before the proof: what is gone was removed under the proof that is read afterwards
-        tiers = []
-        for server in os.listdir(TIER) if os.path.isdir(TIER) else []:
-            tiers += os.listdir(os.path.join(TIER, server))
+        tiers = sorted(path.name for path in TIERS.glob("*/*"))
         try:
-            with open("/var/lib/kvfleet/proved.json") as file:
-                proved = json.load(file)["release"]
+            proved = json.loads(Path("/var/lib/kvfleet/proved.json").read_text())["release"]
         except (OSError, ValueError):
             proved = None
-        current = os.path.basename(os.path.realpath("/opt/kvfleet/current"))
-        write(kind="look", time=time.time(), current=current, proved=proved, tiers=sorted(tiers))
+        current = Path("/opt/kvfleet/current").resolve().name
+        write(kind="look", time=time.time(), current=current, proved=proved, tiers=tiers)
         time.sleep(0.5)
 
 
@@ -37,7 +34,7 @@ def ask(number):
     )
     start = time.time()
     try:
-        with urllib.request.urlopen(request, timeout=180) as answer:
+        with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310 - this host
             tokens = json.load(answer)["usage"]["completion_tokens"]
         error = None if tokens == 8 else f"{tokens} tokens"
     except Exception as caught:  # whatever it is, it is a failed request
