@@ -359,7 +359,7 @@ def test_the_bundles_debian_packages_are_installed_only_when_one_is_missing(tmp_
         return CommandResult(0, "", "")
 
     assert engine.install_debs(tmp_path, ["libnuma1"], run) is True
-    assert "--no-download" in calls[0]
+    assert "Dir::Etc::SourceList=/dev/null" in calls[0]
     assert [Path(word).name for word in calls[0] if word.endswith(".deb")] == ["libnuma1_2.0.16-1_amd64.deb"]
     asked.append("libnuma1 installed\n")
     assert engine.install_debs(tmp_path, ["libnuma1"], run) is False

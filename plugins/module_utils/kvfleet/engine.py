@@ -433,7 +433,9 @@ def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> b
         run(
             [
                 *("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "--yes", "--no-install-recommends"),
-                *("--no-download", "-o", "Dpkg::Options::=--force-confold", *debs),
+                # without sources apt knows only these files; --no-download makes it lose the path of some of them
+                *("-o", "Dir::Etc::SourceList=/dev/null", "-o", "Dir::Etc::SourceParts=/dev/null"),
+                *("-o", "Dpkg::Options::=--force-confold", *debs),
             ],
             timeout_s=_INSTALL_LIMIT_S,
         ),

@@ -38,6 +38,7 @@ SETTINGS = {
     "smoke_benchmark_budget_s": 15,
     "smoke_benchmark_cold_limit_s": 15,
     "smoke_benchmark_report": False,
+    "cache_disk_measure_speed": "never",
 }
 
 

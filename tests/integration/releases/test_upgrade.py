@@ -18,6 +18,9 @@ def test_an_upgrade_loses_no_request_outside_its_drain_window(fleet):
     # requests before, during the proof, and after
     assert min(one["start"] for one in seen.good) < begin
     assert len([one for one in seen.good if one["start"] > end]) > 5
+    # what both releases hold is on the disk once
+    inodes = ssh(f"stat -c %i /opt/kvfleet/releases/{{{OLD},{NEW}}}/lib/python3.11/site-packages/torch/__init__.py")
+    assert len(set(inodes.split())) == 1
     # KV of the old release is useless to the new one, and was there for a return until the proof
     (old_tier,) = before["tiers"]
     (new_tier,) = after["tiers"]
