@@ -42,7 +42,7 @@ SETTINGS = {
 }
 
 
-def run(*words, timeout_s=600, check=True, **options):
+def run(*words, timeout_s=1200, check=True, **options):
     done = subprocess.run(
         [str(word) for word in words], text=True, capture_output=True, check=False, timeout=timeout_s, **options
     )
@@ -112,9 +112,8 @@ class Fleet:
         return self.state()["proved"] == OLD and self.state()["current"] == OLD
 
     def deploy(self):
-        """From nothing to requests that are answered, with a host that never had a network."""
-        self.down()
-        run(TESTHOST, "up", NAME, "--size", "4G")
+        """From nothing, or from where an interrupted deploy ended, to requests that are answered."""
+        run(TESTHOST, "up", NAME, "--size", "4G", "--reuse")
         self.cut_network()
         model = cache_directory() / "models" / "tiny"
         run(sys.executable, ROOT / "scripts" / "tinymodel", "--size", "tiny", model)
@@ -138,7 +137,8 @@ class Fleet:
 
     def cut_network(self):
         """Answers on the SSH port go out, nothing else does."""
-        ssh("ip rule add pref 100 ipproto 6 sport 22 lookup main && ip rule add pref 101 unreachable")
+        rules = "ip rule add pref 100 ipproto 6 sport 22 lookup main && ip rule add pref 101 unreachable"
+        ssh(f"ip rule | grep -q unreachable || {{ {rules}; }}")
 
     # ------------------------------------------------------------------------------------- commands
 
@@ -146,12 +146,12 @@ class Fleet:
         return run(
             BIN / "ansible-playbook", "-i", self.inventory, "site.yml", "-e", f"kvfleet_release={release}", *arguments,
             cwd=ROOT, env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
-            timeout_s=900,
+            timeout_s=1800,
         ).stdout  # fmt: skip
 
     def kvfleet(self, command, *arguments):
         """Exit status and output of a kvfleet command; the output also goes to the test's own."""
-        done = run(BIN / "kvfleet", command, "-i", self.inventory, *arguments, check=False, timeout_s=900)
+        done = run(BIN / "kvfleet", command, "-i", self.inventory, *arguments, check=False, timeout_s=1800)
         print(f"$ kvfleet {command} {' '.join(map(str, arguments))}\n{done.stdout}{done.stderr}exit {done.returncode}")
         return done.returncode, re.sub(r"\s+", " ", done.stdout + done.stderr)
 
