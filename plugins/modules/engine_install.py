@@ -45,6 +45,10 @@ options:
     type: list
     elements: str
     default: []
+  packages_only:
+    description: Only unpack the bundle and install its Debian packages; the release is left for a later call.
+    type: bool
+    default: false
   instances:
     description:
       - Instances that will run on the release (C(kvfleet_plan['instances'])); the release's own parser has to take the
@@ -69,7 +73,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 path:
-  description: Directory of the release.
+  description: Directory of the release, null with O(packages_only).
   returned: always
   type: str
 gates:
@@ -80,13 +84,32 @@ gates:
 """
 
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet import engine
-from ansible.module_utils.kvfleet.bundlefile import read_index
+from ansible.module_utils.kvfleet.bundlefile import BundleIndex, read_index
 from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import KvfleetError
-from ansible.module_utils.kvfleet.lockfile import parse_lock
+from ansible.module_utils.kvfleet.lockfile import Lock, parse_lock
+
+
+def bring_packages(
+    module: AnsibleModule,
+    layout: engine.Layout,
+    row: dict[str, Any],
+    lock: Lock,
+    bundle: BundleIndex,
+    folder: Path,
+) -> dict[str, Any]:
+    """The module's answer when only Debian packages are asked for."""
+    packages = module.params["packages"]
+    if module.check_mode:
+        return {"changed": bool(engine.missing_packages(packages, run_command)), "path": None, "gates": []}
+    changed = engine.bring_packages(
+        layout, row, lock, run_command, bundle=bundle, bundle_folder=folder, packages=packages
+    )
+    return {"changed": changed, "path": None, "gates": []}
 
 
 def main() -> None:
@@ -100,8 +123,10 @@ def main() -> None:
             "bundle": {"type": "dict"},
             "bundle_folder": {"type": "path"},
             "packages": {"type": "list", "elements": "str", "default": []},
+            "packages_only": {"type": "bool", "default": False},
             "instances": {"type": "list", "elements": "dict", "default": []},
         },
+        required_if=[("packages_only", True, ("bundle",))],
         supports_check_mode=True,
     )
     options = module.params
@@ -115,6 +140,12 @@ def main() -> None:
     try:
         lock = parse_lock(options["lock"], options["lock_name"])
         engine.check_lock(row, lock)
+        bundle = read_index(options["bundle"], "the bundle's index") if options["bundle"] else None
+        folder = Path(options["bundle_folder"]) if options["bundle_folder"] else None
+        if bundle is not None and folder is None:
+            folder = layout.incoming / bundle.name
+        if options["packages_only"] and bundle is not None and folder is not None:
+            module.exit_json(**bring_packages(module, layout, row, lock, bundle, folder))
         found = engine.state(layout, row, lock, run_command)
         if not found["install"] and not found["prove"]:
             module.exit_json(changed=False, path=found["path"], gates=found["gates"])
@@ -122,10 +153,6 @@ def main() -> None:
             target = found["path"] or str(engine.directory_for(layout, str(row["id"]), lock.digest))
             module.exit_json(changed=True, path=target, gates=[])
         if found["install"]:
-            bundle = read_index(options["bundle"], "the bundle's index") if options["bundle"] else None
-            folder = Path(options["bundle_folder"]) if options["bundle_folder"] else None
-            if bundle is not None and folder is None:
-                folder = layout.incoming / bundle.name
             result = engine.install(
                 layout,
                 row,

@@ -13,6 +13,8 @@ description:
     plan's services, and compares it with the last proof's. When it is the same, one short generation per instance shows
     that the services still answer; a failing generation fails the task.
   - With O(record) it writes that record with the present fingerprint, atomically, keeping the one before.
+  - What the disk tier kept of another release or model, for a return to it, is removed as soon as the present state is
+    proved, and not earlier.
 options:
   plan:
     description: The host's plan (C(kvfleet_plan)).
@@ -71,6 +73,11 @@ generation:
   description: Per instance C(latency_ms) and C(completion_tokens) of the short generation, when the record matches.
   returned: always
   type: dict
+dropped_tiers:
+  description: Directories of the disk tier that belonged to another release or model and were removed.
+  returned: always
+  type: list
+  elements: str
 last:
   description: The last proof's record, or null.
   returned: always
@@ -85,6 +92,7 @@ from ansible.module_utils.kvfleet.findings import KvfleetError
 from ansible.module_utils.kvfleet.host_access import base_url
 from ansible.module_utils.kvfleet.http import HttpClient, HttpFailure
 from ansible.module_utils.kvfleet.proof import difference, fingerprint, read_record, unit_files, write_record
+from ansible.module_utils.kvfleet.tiers import drop_stale_tiers
 from ansible.module_utils.kvfleet.truth import check_model_name, real_completion, request_finding
 
 
@@ -106,7 +114,16 @@ def main() -> None:
     if module.params["record"] is not None:
         if not module.check_mode:
             write_record(state, {**module.params["record"], "parts": parts, "fingerprint": parts["all"]})
-        module.exit_json(changed=True, proved=True, reason="", fingerprint=parts["all"], generation={}, last=last)
+        dropped = drop_stale_tiers(plan, dry_run=module.check_mode)
+        module.exit_json(
+            changed=True,
+            proved=True,
+            reason="",
+            fingerprint=parts["all"],
+            generation={},
+            dropped_tiers=dropped,
+            last=last,
+        )
     reason = difference(last, parts, module.params["profile"])
     generation = {}
     if not reason and not module.check_mode:
@@ -122,8 +139,10 @@ def main() -> None:
                 module.fail_json(msg=str(finding), findings=[finding.as_dict()])
             except KvfleetError as error:
                 module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
+    # a return to the release that was proved before needs no new record
+    dropped = [] if reason else drop_stale_tiers(plan, dry_run=module.check_mode)
     module.exit_json(
-        changed=False,
+        changed=bool(dropped),
         proved=not reason,
         reason=reason,
         line=standing_line(last, reason, generation),
@@ -131,6 +150,7 @@ def main() -> None:
         shapes=(last or {}).get("shapes") or {},
         fingerprint=parts["all"],
         generation=generation,
+        dropped_tiers=dropped,
         last=last,
     )
 

@@ -46,6 +46,7 @@ def molecule(scenario: str) -> tuple[str, ...]:
 
 
 DISKS = "tests/integration/disks"
+RELEASES = "tests/integration/releases"
 #: what makes the foreign labels that a cache disk must refuse
 DISK_PACKAGES = (
     "gdisk",
@@ -96,6 +97,13 @@ PARTS = (
         DISK_PACKAGES,
     ),
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
+    # one host for both: the second part goes on where the first ended, and deploys when there is nothing to go on from
+    Part(
+        "failing upgrades",
+        ALL,
+        (pytest(f"{RELEASES}/test_failures.py", "--keep-host", report="failing-upgrades", markers="root"),),
+    ),
+    Part("upgrade and rollback", ALL, (pytest(f"{RELEASES}/test_upgrade.py", report="upgrade", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),

@@ -1,4 +1,4 @@
-"""Debian packages for a bundle: those that a release needs, with their dependencies, for hosts without a mirror."""
+"""Debian packages for a bundle, for hosts without a mirror: what a release and the roles need, with dependencies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvfleet.checkout import cache_directory
 from kvfleet.core.command import CommandResult, CommandRunner, run_command
 from kvfleet.core.findings import refuse
 
+#: what roles install on a host besides the packages of its release (cache_disk: partitions, file systems, speed)
+ROLE_PACKAGES = ("gdisk", "util-linux", "e2fsprogs", "xfsprogs", "fio")
 _INSTALL = re.compile(r"^Inst (?P<name>\S+) \((?P<version>\S+) ", re.MULTILINE)
 _LIMIT_S = 900.0
 
@@ -27,7 +29,7 @@ def own_suite(os_release: Path = Path("/etc/os-release")) -> str | None:
 
 
 def collect(row: Mapping[str, Any], source: str, run: CommandRunner = run_command) -> list[Path]:
-    """The ``.deb`` files for a release: those in the folder ``source``, or fetched for the suite ``source``.
+    """The ``.deb`` files for a release and the roles: those in the folder ``source``, or fetched for that suite.
 
     A suite has to be the controller's own, whose apt knows its packages and checks their signatures. Raises KVF-REL-065
     when there are none to be had.
@@ -45,8 +47,8 @@ def collect(row: Mapping[str, Any], source: str, run: CommandRunner = run_comman
             f"--debian {source} is neither a folder nor this machine's suite ({suite or 'not a Debian system'}).",
             "Fetch the packages on a machine of that suite and give --debian the folder with them.",
         )
-    wanted = list(row["system_packages"].get("debian") or [])
-    return _fetch(wanted, cache_directory() / "debs" / suite, run) if wanted else []
+    wanted = [*(row["system_packages"].get("debian") or []), *ROLE_PACKAGES]
+    return _fetch(wanted, cache_directory() / "debs" / suite, run)
 
 
 def _fetch(wanted: Sequence[str], folder: Path, run: CommandRunner) -> list[Path]:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 import engine_stubs as stubs
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.tags import sys_tags
 
@@ -572,6 +574,18 @@ def test_packages_are_fetched_with_what_they_depend_on_and_once(
     assert "libcrypt1=1:4.4.33-2" in fetched[0]
     assert debs.collect(row, "bookworm", run) == found
     assert len(fetched) == 1
+
+
+def test_a_bundle_carries_what_every_role_installs() -> None:
+    """A role that installs another package has to say so here, or a host without a mirror stops there."""
+    root = Path(__file__).parents[2]
+    wanted = set(debs.ROLE_PACKAGES)
+    for tasks in sorted(root.glob("roles/*/tasks/*.yml")):
+        for task in yaml.safe_load(tasks.read_text()):
+            if "ansible.builtin.apt" in task and "{{ __engine" not in task["ansible.builtin.apt"]["name"]:
+                named = re.findall(r"[\[,] *'([a-z0-9-]+)'", task["vars"]["__cache_disk_packages"])
+                assert len(named) == 5
+                assert set(named) <= wanted, tasks
 
 
 def test_a_suite_of_another_system_and_an_empty_folder_are_refused(

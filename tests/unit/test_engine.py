@@ -190,10 +190,11 @@ def test_a_lock_of_other_versions_than_the_row_is_refused_before_anything(host: 
 
 def test_a_wrong_hash_in_the_lock_is_refused_by_name(host: Host) -> None:
     row, lock, _, index, folder = host.bundle()
+    wheel = next(p.wheel for p in lock.pins if p.name == "lmcache")
     pins = tuple(Pin(p.name, p.version, ("0" * 64,), p.wheel) if p.name == "lmcache" else p for p in lock.pins)
     wrong = Lock(lock.release, lock.platform, lock.glibc, pins)
     # the bundle says which lock it was made from
-    with pytest.raises(KvfleetError, match=r"KVF-ENG-005.*another lock"):
+    with pytest.raises(KvfleetError, match=rf"KVF-ENG-005.*another lock.*: it holds no {wheel} with"):
         engine.install(host.layout, row, wrong, render_lock(wrong, "x"), host.run, bundle=index, bundle_folder=folder)
     # and without that, uv compares every file
     with pytest.raises(KvfleetError, match=r"KVF-ENG-010.*lmcache"):
@@ -358,12 +359,35 @@ def test_the_bundles_debian_packages_are_installed_only_when_one_is_missing(tmp_
         return CommandResult(0, "", "")
 
     assert engine.install_debs(tmp_path, ["libnuma1"], run) is True
-    assert "--no-download" in calls[0]
+    assert "Dir::Etc::SourceList=/dev/null" in calls[0]
     assert [Path(word).name for word in calls[0] if word.endswith(".deb")] == ["libnuma1_2.0.16-1_amd64.deb"]
     asked.append("libnuma1 installed\n")
     assert engine.install_debs(tmp_path, ["libnuma1"], run) is False
     assert engine.install_debs(tmp_path / "none", ["other"], run) is False
     assert len(calls) == 1
+
+
+def test_the_bundles_packages_come_before_the_release_and_are_not_brought_twice(host: Host) -> None:
+    row, lock, text, index, folder = host.bundle()
+    missing = ["gdisk"]
+
+    def run(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
+        if argv[0] == "dpkg-query":
+            return CommandResult(1, "" if missing else "gdisk installed\n", "")
+        return host.run(argv, stdin=stdin, timeout_s=timeout_s)
+
+    bring = lambda: engine.bring_packages(  # noqa: E731
+        host.layout, row, lock, run, bundle=index, bundle_folder=folder, packages=["gdisk"]
+    )
+    bring()
+    assert names(host.layout.releases) == []
+    state = engine.state(host.layout, row, lock, run)
+    assert state["bundle_sha256"] == index.manifest_sha256
+    (folder / index.parts[0].name).unlink()
+    # installed from what was unpacked
+    assert engine.install(host.layout, row, lock, text, run, bundle=index, bundle_folder=folder)["changed"]
+    missing.clear()
+    assert bring() is False
 
 
 def test_debian_packages_that_do_not_install_are_a_refusal(tmp_path: Path) -> None:

@@ -86,6 +86,23 @@ def test_from_nothing_to_switched_to_unchanged(place: dict[str, Any], capsys: py
     assert (again["changed"], again["previous"]) == (False, done["path"])
 
 
+def test_only_packages_leaves_the_release_for_later(place: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    install = {
+        **place["arguments"],
+        "bundle": place["bundle"],
+        "bundle_folder": str(place["folder"]),
+        "packages": ["kvfleet-no-such-package"],
+        "packages_only": True,
+    }
+    would = call(engine_install, capsys, **install, _ansible_check_mode=True)
+    assert (would["changed"], place["root"].exists()) == (True, False)
+    # the bundle brings no such package, so nothing was installed
+    assert call(engine_install, capsys, **install)["changed"] is False
+    assert (place["root"] / "bundles" / "stub-1" / "manifest.json").is_file()
+    assert not list((place["root"] / "releases").iterdir())
+    assert "bundle" in call(engine_install, capsys, **place["arguments"], packages_only=True)["msg"]
+
+
 def test_a_failing_gate_fails_the_task_with_its_finding(
     place: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

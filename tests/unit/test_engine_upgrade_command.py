@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
+from rich.console import Console
 
-from kvfleet.commands.upgrade import judge, outcome
+from kvfleet.checkout import ROOT
+from kvfleet.commands.upgrade import _STEPS, judge, outcome, show_steps
 from kvfleet.exits import Exit
 from kvfleet.runs import HostRun, PlaybookRun
 
@@ -60,3 +63,28 @@ def test_a_run_that_did_not_end_is_never_good() -> None:
 
 def test_no_host_at_all_is_a_refusal() -> None:
     assert judge(run())[0] == Exit.REFUSED
+
+
+def names_of(tasks: list[dict[str, Any]]) -> set[str]:
+    """Names of tasks, those in blocks too."""
+    found = set()
+    for task in tasks:
+        found.add(task.get("name", ""))
+        for part in ("block", "rescue"):
+            found |= names_of(task.get(part, []))
+    return found
+
+
+def test_every_step_that_is_shown_is_a_task_of_the_playbooks() -> None:
+    tasks = set()
+    for path in (ROOT / "playbooks" / "tasks").glob("*.yml"):
+        tasks |= names_of(yaml.safe_load(path.read_text()))
+    assert set(_STEPS) <= tasks
+
+
+def test_steps_are_printed_when_they_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    show = show_steps(Console())
+    show({"event": "playbook_on_task_start", "event_data": {"task": "Prove it"}})
+    show({"event": "playbook_on_task_start", "event_data": {"task": "Keep the new plan"}})
+    show({"event": "runner_on_ok", "event_data": {"task": "Switch the link"}})
+    assert capsys.readouterr().out == "  0:00  Prove it\n"

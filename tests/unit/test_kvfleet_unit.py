@@ -7,6 +7,7 @@ import os
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,23 +90,56 @@ def test_tier_outside_the_mount_is_refused(helper, tmp_path, monkeypatch):
     assert victim.exists()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_tier_is_emptied_without_following_links(helper, tmp_path, monkeypatch, keep):
+@pytest.fixture
+def tier(tmp_path, monkeypatch):
+    """A server's folder on a cache partition: files of now, files of another release, and a link out of it."""
     mounted(monkeypatch, tmp_path)
     (tmp_path / ".kvfleet.json").touch()
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").touch()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/precious").touch()
     tier = tmp_path / "data/0"
-    (tier / "old").mkdir(parents=True)
-    (tier / "old/chunk.data").touch()
-    (tier / "now").mkdir()
-    (tier / "now/chunk.data").touch()
-    (tier / "link").symlink_to(outside)
+    for name in ("old", "now"):
+        (tier / name).mkdir(parents=True)
+        for number in range(3):
+            path = tier / name / f"chunk{number}"
+            path.touch()
+            os.utime(path, (number, number))
+    (tier / "link").symlink_to(tmp_path / "outside")
+    return tier
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_tier_is_emptied_without_following_links(helper, tmp_path, tier, keep):
     helper.prepare_tier(tier / "now", tmp_path, keep=keep)
-    assert (outside / "precious").exists()
-    assert not (tier / "old").exists()
-    assert (tier / "now/chunk.data").exists() is keep
+    assert (tmp_path / "outside/precious").exists()
+    assert not (tier / "link").exists()
+    assert (tier / "now/chunk0").exists() is keep
+    # what a failed upgrade returns to; it goes after the proof
+    assert (tier / "old/chunk0").exists()
+
+
+@pytest.mark.parametrize(
+    ("free", "old", "kept"),
+    [
+        (0, False, []),
+        (2, False, ["chunk2"]),
+        (4, False, ["chunk0", "chunk1", "chunk2"]),
+        (5, True, ["chunk0", "chunk1", "chunk2"]),
+    ],
+)
+def test_tier_makes_room_for_quota_and_floor_first_from_other_releases(
+    helper, tmp_path, tier, monkeypatch, free, old, kept
+):
+    """Five are needed; the other release's folder frees one, and so does each of the oldest files of now."""
+
+    def usage(_path):
+        gone = 3 - len(list((tier / "now").iterdir())) + (not (tier / "old").exists())
+        return SimpleNamespace(free=free + gone)
+
+    monkeypatch.setattr(helper.shutil, "disk_usage", usage)
+    helper.prepare_tier(tier / "now", tmp_path, keep=True, room_bytes=5)
+    assert (tier / "old").exists() is old
+    assert sorted(path.name for path in (tier / "now").iterdir()) == kept
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -118,6 +118,44 @@ def test_check_mode_writes_no_record(capsys, plan, tmp_path):
     assert not (tmp_path / "state/proved.json").exists()
 
 
+@pytest.fixture
+def tiers(plan, tmp_path):
+    """The cache partition after an upgrade: the new release's directory, and the old one beside it."""
+    plan["paths"]["cache_mount"] = str(tmp_path / "cache")
+    base = tmp_path / "cache/data/0/new"
+    plan["servers"][0]["base_path"] = str(base)
+    for folder in (base, base.parent / "old", base.parent.parent / "other/kept"):
+        folder.mkdir(parents=True)
+    (tmp_path / "cache/.kvfleet.json").touch()
+    return base.parent
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_the_disk_tier_kept_of_another_release_goes_with_the_proof_and_not_before(
+    capsys, plan, engine, tiers, tmp_path
+):
+    plan["instances"][0]["port"] = engine
+    assert call(proof_state, capsys, plan=plan, api_key="canary-key")["dropped_tiers"] == []
+    call(proof_state, capsys, plan=plan, record={"verdict": "pass"}, _ansible_check_mode=True)
+    assert names(tiers) == ["new", "old"]
+    assert record(capsys, plan)["dropped_tiers"] == [str(tiers / "old")]
+    assert names(tiers) == ["new"]
+    assert names(tmp_path / "cache/data/other") == ["kept"]
+    # back on the proved release: what the failed one left
+    (tiers / "failed").mkdir()
+    stands = call(proof_state, capsys, plan=plan, api_key="canary-key")
+    assert (stands["proved"], stands["changed"], names(tiers)) == (True, True, ["new"])
+
+
+def test_nothing_is_removed_from_a_partition_that_is_not_ours(capsys, plan, engine, tiers, tmp_path):
+    (tmp_path / "cache/.kvfleet.json").unlink()
+    assert record(capsys, plan)["dropped_tiers"] == []
+    assert names(tiers) == ["new", "old"]
+
+
 def test_truth_check_returns_findings_and_never_the_key(capsys, plan):
     done = call(truth_check, capsys, plan=plan, api_key="canary-key", check_units=False)
     assert done["ok"] is False

@@ -30,7 +30,7 @@ from typing import Any, Callable
 from .bundlefile import BundleIndex, read_manifest, unpack, unpacked, wheel_names
 from .command import CommandResult, CommandRunner
 from .findings import Finding, KvfleetError, refuse
-from .lockfile import Lock, Sources, normalise, pip_sources, uv_source_arguments
+from .lockfile import Lock, Sources, missing_wheels, normalise, pip_sources, uv_source_arguments
 from .versions import Range, Version
 
 MARKER = ".kvfleet-release.json"
@@ -388,12 +388,37 @@ def _open_bundle(
         if folder is not None and folder == layout.incoming / bundle.name:
             shutil.rmtree(folder)
     if manifest["release"] != row["id"] or manifest["lock_sha256"] != lock.digest:
+        others = missing_wheels(lock, {str(entry["sha256"]): str(entry["path"]) for entry in manifest["files"]})
+        differ = f": it holds no {', '.join(others[:5])} with the sha256 of the lock" if others else ""
         raise refuse(
             "KVF-ENG-005",
-            f"Bundle {bundle.name} was made from another lock than the one of {row['id']} in this checkout.",
+            f"Bundle {bundle.name} was made from another lock than the one of {row['id']} in this checkout{differ}.",
             f"Build it again with: kvfleet bundle {row['id']}.",
         )
     return manifest
+
+
+def bring_packages(
+    layout: Layout,
+    row: Mapping[str, Any],
+    lock: Lock,
+    run: CommandRunner,
+    *,
+    bundle: BundleIndex,
+    bundle_folder: Path,
+    packages: Sequence[str],
+) -> bool:
+    """Unpack a bundle and install its Debian packages when one of ``packages`` is missing; whether that was needed.
+
+    The release itself is installed later, from what is unpacked now. Raises like :func:`install`.
+    """
+    if not missing_packages(packages, run):
+        return False
+    check_lock(row, lock)
+    with exclusive(layout):
+        _check_room(layout, lock, bundle)
+        _open_bundle(layout, row, lock, bundle, bundle_folder)
+        return install_debs(layout.bundles / str(row["id"]) / "debs", packages, run)
 
 
 def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> bool:
@@ -408,7 +433,9 @@ def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> b
         run(
             [
                 *("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "--yes", "--no-install-recommends"),
-                *("--no-download", "-o", "Dpkg::Options::=--force-confold", *debs),
+                # without sources apt knows only these files; --no-download makes it lose the path of some of them
+                *("-o", "Dir::Etc::SourceList=/dev/null", "-o", "Dir::Etc::SourceParts=/dev/null"),
+                *("-o", "Dpkg::Options::=--force-confold", *debs),
             ],
             timeout_s=_INSTALL_LIMIT_S,
         ),

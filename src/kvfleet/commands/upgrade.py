@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +18,37 @@ InventoryOption = Annotated[Path, typer.Option("--inventory", "-i", help="Invent
 LimitOption = Annotated[str | None, typer.Option("--limit", "-l", help="Only these hosts.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ansible's own output.")]
 
+#: tasks that a person wants to see pass, by their names in playbooks/tasks
+_STEPS = (
+    "Install and prove the new release beside the one that serves",
+    "Switch the link",
+    "Render the instances and restart what is stale",
+    "Prove it",
+    "Drop releases that nothing needs any more",
+    "Return to the old release",
+    "Render the instances of the old release and restart them",
+    "Prove the old release",
+)
+
 _WORDS = {
     Exit.PROVED: "[bold green]proved[/]",
     Exit.REFUSED: "[bold yellow]refused[/]",
     Exit.RESTORED: "[bold yellow]old release serves[/]",
     Exit.NEEDS_A_PERSON: "[bold red]needs a person[/]",
 }
+
+
+def show_steps(console: Console) -> Callable[[Mapping[str, Any]], None]:
+    """A listener for a run's events that prints each step when it begins, with the time since the listener was made."""
+    started = time.monotonic()
+
+    def show(event: Mapping[str, Any]) -> None:
+        task = (event.get("event_data") or {}).get("task")
+        if event.get("event") == "playbook_on_task_start" and task in _STEPS:
+            minutes, seconds = divmod(int(time.monotonic() - started), 60)
+            console.print(f"  {minutes}:{seconds:02d}  {task}")
+
+    return show
 
 
 def outcome(host: HostRun) -> Exit:
@@ -51,7 +78,14 @@ def judge(run: PlaybookRun) -> tuple[Exit, dict[str, Exit]]:
 
 def _run(playbook: str, inventory: Path, limit: str | None, variables: dict[str, Any], verbose: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
-    run = run_playbook(ROOT / "playbooks" / playbook, inventory, extra_vars=variables, limit=limit, show_output=verbose)
+    run = run_playbook(
+        ROOT / "playbooks" / playbook,
+        inventory,
+        extra_vars=variables,
+        limit=limit,
+        show_output=verbose,
+        on_event=None if verbose else show_steps(console),
+    )
     status, hosts = judge(run)
     for name, one in sorted(hosts.items()):
         host = run.hosts[name]
