@@ -117,7 +117,8 @@ def build_plan(
     release: Mapping[str, Any],
     *,
     disk: Mapping[str, Any] | None = None,
-    measured: Mapping[str, float | None] | None = None,
+    measured: Mapping[str, Any] | None = None,
+    endurance: tuple[float | None, str] = (None, "not measured"),
     previous: Mapping[str, Any] | None = None,
     reasons: Sequence[str] = (),
     warnings: Sequence[Finding] = (),
@@ -129,14 +130,16 @@ def build_plan(
 
     ``models`` maps each model's path to what :func:`models.read_model` returned; ``release`` is the row to use;
     ``disk`` the cache disk's ``{"device", "serial", "size_bytes", "partition_bytes", "spare_bytes"}``; ``measured``
-    may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver) and ``prefill_tokens_per_s``; ``previous``
-    is the plan that the host runs now: computed values stay as they are while nothing but the free memory changed and
-    they still fit. ``reasons``, ``warnings`` and ``errors`` are those of earlier steps. Never raises for a host that
-    does not fit: ``errors`` of the plan says why.
+    may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver), ``prefill_tokens_per_s`` and ``instances``
+    (the same by name, with the model that it was measured with); ``endurance`` the days that the cache disk will last
+    and how that is known; ``previous`` is the plan that the host runs now: computed values stay as they are while
+    nothing but the free memory changed and they still fit. ``reasons``, ``warnings`` and ``errors`` are those of
+    earlier steps. Never raises for a host that does not fit: ``errors`` of the plan says why.
     """
     return _Planner(
-        host, settings, models, release, disk, measured or {}, previous, list(errors), [*settings.notes, *warnings]
-    ).plan(list(reasons), sessions, context)
+        host, settings, models, release, disk, measured or {}, endurance, previous, list(errors),
+        [*settings.notes, *warnings],
+    ).plan(list(reasons), sessions, context)  # fmt: skip
 
 
 def ram_reserve_gib(total_bytes: int) -> float:
@@ -208,7 +211,8 @@ class _Planner:
         models: Mapping[str, Mapping[str, Any]],
         release: Mapping[str, Any],
         disk: Mapping[str, Any] | None,
-        measured: Mapping[str, float | None],
+        measured: Mapping[str, Any],
+        endurance: tuple[float | None, str],
         previous: Mapping[str, Any] | None,
         errors: list[Finding],
         warnings: list[Finding],
@@ -219,6 +223,7 @@ class _Planner:
         self.release = release
         self.disk = disk
         self.measured = measured
+        self.endurance = endurance
         self.errors = errors
         self.warnings = warnings
         self.accelerator = "cuda" if host.get("gpus") else "cpu"
@@ -740,12 +745,21 @@ class _Planner:
                 return f"Use {count} such GPUs, a quantised model, or a model below {limit} of weights."
         return f"Use a quantised or smaller model (below {limit} of weights) or larger GPUs."
 
+    def _prefill_history(self, draft: _Draft) -> float | None:
+        """What the last proof measured of this instance with this model."""
+        instances = self.measured.get("instances")
+        if not instances:
+            return self.measured.get("prefill_tokens_per_s")
+        before = instances.get(draft.name) or {}
+        same_model = before.get("model") == str(draft.settings.get("model")).rstrip("/")
+        return before.get("prefill_tokens_per_s") if same_model else None
+
     def _prefill(self, draft: _Draft) -> float | None:
         own = draft.settings.get("prefill_tokens_per_s")
         if own:
             draft.reasons["tiers"] = f"prefill {own:g} tokens/s set by the user"
             return float(own)
-        history = self.measured.get("prefill_tokens_per_s")
+        history = self._prefill_history(draft)
         if history:
             draft.reasons["tiers"] = f"prefill {history:.0f} tokens/s from this host's history"
             return float(history)
@@ -1106,7 +1120,8 @@ class _Planner:
             "spare_gib": round(self.disk.get("spare_bytes", 0) / GIB, 2),
             "floor_gib": floor_gib(partition),
             "quota_gib": 0.0,
-            "endurance_days": None,
+            "endurance_days": self.endurance[0],
+            "endurance_reason": self.endurance[1],
         }
 
     def _quotas(self, drafts: Sequence[_Draft], disk: dict[str, Any] | None) -> None:

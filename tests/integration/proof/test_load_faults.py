@@ -1,0 +1,169 @@
+"""Faults during the load, and what a proof leaves behind: nothing secret, nothing running, no lock."""
+
+import contextlib
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from proof_host import ProofHost, codes, result_codes
+from test_truth_faults import VLLM, drop_in
+
+pytestmark = pytest.mark.root
+
+KEY, TOKEN = "canary-api-key-5f1c", "canary-token-9b2e"
+
+
+def wait_for(what: str, condition, limit_s: float = 240) -> None:
+    """Until ``condition()`` is true."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {limit_s} s"
+        time.sleep(1)
+
+
+def load_runs(host: ProofHost) -> bool:
+    """Whether a run of the load sends requests now."""
+    running = host.ssh("curl -s http://127.0.0.1:8000/metrics | grep '^vllm:num_requests_running'", check=False)
+    tool = host.ssh("pgrep -f 'vllm.entrypoints.cli.main'", check=False)
+    return bool(tool.strip()) and any(line.split()[-1] not in ("0", "0.0") for line in running.splitlines())
+
+
+def finished(process: subprocess.Popen, limit_s: float = 480) -> tuple[int, str]:
+    """Status and output of a started playbook."""
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, text
+
+
+FORCED = {"smoke_benchmark_report": False, "smoke_benchmark_force": True}
+
+
+def test_requests_that_fail_in_the_middle(host):
+    """The engine dies under load and systemd brings it back: the tool itself ends with status 0."""
+    process = host.start("playbooks/benchmark.yml", **FORCED)
+    try:
+        wait_for("the load", lambda: load_runs(host))
+        host.ssh(f"systemctl kill --kill-whom=all --signal=KILL {VLLM}")
+    finally:
+        status, text = finished(process)
+    assert status != 0
+    assert "KVF-BENCH-021" in codes(text), text
+    assert host.records()[-1]["verdict"] == "fail"
+
+
+def test_a_second_benchmark_and_a_clock_that_jumps(host):
+    """The first one passes although the clock of its processes is set back an hour under it."""
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+    subprocess.run(
+        ["scripts/testhost", "ssh", host.name, "mkdir -p /root/clock && cat > /root/clock/faketime.so"],
+        stdin=library.open("rb"), cwd=Path(__file__).parents[3], check=True,
+    )  # fmt: skip
+    host.put("/root/clock/now", "+0\n")
+    host.put(
+        "/root/clock/python",
+        "#!/bin/sh\nexport LD_PRELOAD=/root/clock/faketime.so FAKETIME_TIMESTAMP_FILE=/root/clock/now\n"
+        'export FAKETIME_NO_CACHE=1 FAKETIME_DONT_FAKE_MONOTONIC=1 DONT_FAKE_MONOTONIC=1\nexec python3 "$@"\n',
+        "0755",
+    )
+    inventory = host.folder / "clock.yml"
+    inventory.write_text(
+        json.dumps({"all": {"hosts": {host.name: {"ansible_python_interpreter": "/root/clock/python"}}}})
+    )
+    process = host.start("playbooks/benchmark.yml", "-i", str(inventory), **FORCED)
+    try:
+        wait_for("the load", lambda: load_runs(host))
+        host.put("/root/clock/now", "-1h\n")
+        assert "-1h" in host.ssh("cat /root/clock/now")
+        second, said = host.prove()
+    finally:
+        status, text = finished(process)
+    assert second != 0
+    assert "KVF-BENCH-024" in codes(said), said
+    assert status == 0, text
+    runs = host.records()[-1]["load"]["instances"][0]["runs"]
+    assert all(run["figures"]["duration_s"] < 240 for run in runs)
+    assert all(sample["at_s"] >= 0 for run in runs for sample in run["series"])
+
+
+def test_a_benchmark_that_is_killed_takes_its_load_with_it(host):
+    process = host.start("playbooks/benchmark.yml", **FORCED)
+    try:
+        wait_for("the load", lambda: load_runs(host))
+        host.ssh("kill -KILL $(cat /run/kvfleet/bench.lock)")
+    finally:
+        status, _ = finished(process)
+    assert status != 0
+    wait_for("the end of the load", lambda: not load_runs(host), 30)
+    host.ssh("rm -rf /tmp/kvfleet-bench-*")
+
+
+def test_ram_that_holds_everything(host):
+    """A host that may not be cleared: the disk tier stored and was never asked."""
+    status, text = host.prove(smoke_benchmark_may_clear=False)
+    assert status == 0, text
+    record = host.records()[-1]
+    assert record["verdict"] == "degrade"
+    assert "KVF-BENCH-048" in result_codes(record)
+    assert "KVF-BENCH-048" in codes(host.prove(smoke_benchmark_may_clear=False, smoke_benchmark_on_degrade="fail")[1])
+
+
+def test_a_model_without_its_tokenizer(host):
+    host.ssh("mkdir -p /root/away && mv /data/models/tiny/tokenizer* /root/away/")
+    try:
+        status, text = host.prove()
+    finally:
+        host.ssh("mv /root/away/* /data/models/tiny/")
+    assert status != 0
+    assert "KVF-BENCH-018" in codes(text), text
+
+
+def test_nothing_secret_is_kept_and_a_wrong_key_is_named(host):
+    secrets = f"[Service]\nEnvironment=VLLM_API_KEY={KEY} HF_TOKEN={TOKEN}\nSetCredential=api_key:{KEY}\n"
+    host.put("/root/api-key", KEY, "0600")
+    with drop_in(host, VLLM, secrets), contextlib.ExitStack() as ends:
+        ends.callback(lambda: host.ssh("rm /root/api-key"))
+        status, text = host.prove(smoke_benchmark_api_key="wrong")
+        assert status != 0
+        assert "KVF-BENCH-002" in codes(text), text
+        watcher = host.background(
+            f"for i in $(seq 600); do grep -sl '{KEY}\\|{TOKEN}' /proc/[0-9]*/cmdline; sleep 0.5; done"
+            " | grep -v self | sort -u | head -5"
+        )
+        status, text = host.prove("-vvv", smoke_benchmark_api_key=KEY, smoke_benchmark_report=True)
+        watcher.kill()
+        assert status == 0, text
+        # the report's four files and the results on the controller
+        for path in [path for path in host.results.rglob("*") if path.is_file()]:
+            assert "canary" not in path.read_text(), path
+        assert {"report.html", "report.md", "report.junit.xml"} <= {path.name for path in host.results.iterdir()}
+        assert KEY not in text
+        assert TOKEN not in text
+        left = host.ssh(
+            f"grep -rlI '{KEY}\\|{TOKEN}' /etc/kvfleet /var/lib/kvfleet /run/kvfleet /tmp /var/tmp /root/.ansible "
+            "/var/log 2>/dev/null; journalctl --no-pager -o cat | grep -c '{KEY}\\|{TOKEN}'",
+            check=False,
+        )
+        assert left.strip() == "0"
+
+
+def test_a_host_that_dies_under_its_proof(deployed):
+    """The last one: the host is switched off in the middle, and serves again after the next start."""
+    deployed.wait_until_serving()
+    before = len(deployed.records())
+    process = deployed.start("playbooks/benchmark.yml", **FORCED)
+    try:
+        wait_for("the load", lambda: load_runs(deployed))
+        deployed.ssh("systemctl poweroff --force --force", check=False)
+    finally:
+        status, text = finished(process)
+    assert status != 0
+    assert "KVF-BENCH-047" in codes(text), text
+    assert len(deployed.records()) == before + 1
+    deployed.tool("up", deployed.name, "--reuse", "--size", "2G")
+    wait_for("the units", lambda: "inactive" not in deployed.ssh(f"systemctl is-active {VLLM}", check=False))
+    deployed.wait_until_serving()
+    deployed.assert_unharmed()
