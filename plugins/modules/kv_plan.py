@@ -165,6 +165,8 @@ def measured(values: dict[str, Any], proof: dict[str, Any] | None) -> dict[str, 
     serial = values.get("cache_disk_serial")
     record = disk_probe.read_record(str(serial), disk_probe.HostPaths()) if serial else None
     speed = (record.notes.get("speed") or {}) if record is not None else {}
+    if record is not None and isinstance(record.notes.get("direct_io"), bool):
+        found["direct_io"] = record.notes["direct_io"]
     if speed.get("random_read_bytes_per_s"):
         found.setdefault("disk", float(speed["random_read_bytes_per_s"]))
     return found

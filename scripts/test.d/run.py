@@ -46,6 +46,7 @@ def molecule(scenario: str) -> tuple[str, ...]:
 
 
 DISKS = "tests/integration/disks"
+PROOF = "tests/integration/proof"
 #: what makes the foreign labels that a cache disk must refuse
 DISK_PACKAGES = (
     "gdisk",
@@ -96,6 +97,19 @@ PARTS = (
         DISK_PACKAGES,
     ),
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
+    # each deploys a host of its own and injects faults into its running services
+    Part(
+        "proof truth faults",
+        ALL,
+        (pytest(f"{PROOF}/test_truth_faults.py", report="proof-truth-faults", markers="root"),),
+    ),
+    Part(
+        "proof load faults",
+        ALL,
+        (pytest(f"{PROOF}/test_load_faults.py", report="proof-load-faults", markers="root"),),
+        ("libfaketime",),
+    ),
+    Part("proof article", ALL, (pytest(f"{PROOF}/test_article.py", report="proof-article", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from planner_hosts import host, plan
 
-from kvfleet.core import measured
+from kvfleet.core import measured, services
 from kvfleet.core.command import CommandResult
 from kvfleet.core.disk_health import smart_log
 from kvfleet.core.health import SmartLog
@@ -129,6 +129,20 @@ def test_the_plan_shows_days_or_the_reason():
     assert (shown["endurance_days"], shown["endurance_reason"]) == (
         2800.0, "the drive's own wear scale at the measured rate",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("direct_io", "used"), [(None, True), (True, True), (False, False)])
+def test_a_partition_that_refuses_o_direct_is_not_asked_for_it(direct_io, used):
+    made = plan(host(1), profile="disk", measured={"direct_io": direct_io})
+    assert made["servers"][0]["use_odirect"] is used
+    assert (json.loads(disk_adapter(made))["use_odirect"]) is used
+    assert any(entry["code"] == "KVF-DISK-107" for entry in made["warnings"]) is not used
+
+
+def disk_adapter(made):
+    services.attach_commands(made)
+    command = made["servers"][0]["command"]
+    return command[command.index("--l2-adapter") + 1]
 
 
 def test_a_disk_without_a_health_log_says_so(tmp_path):

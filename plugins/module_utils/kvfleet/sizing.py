@@ -131,7 +131,8 @@ def build_plan(
     ``models`` maps each model's path to what :func:`models.read_model` returned; ``release`` is the row to use;
     ``disk`` the cache disk's ``{"device", "serial", "size_bytes", "partition_bytes", "spare_bytes"}``; ``measured``
     may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver), ``prefill_tokens_per_s`` and ``instances``
-    (the same by name, with the model that it was measured with); ``endurance`` the days that the cache disk will last
+    (the same by name, with the model that it was measured with), ``direct_io`` whether the cache partition takes
+    O_DIRECT; ``endurance`` the days that the cache disk will last
     and how that is known; ``previous`` is the plan that the host runs now: computed values stay as they are while
     nothing but the free memory changed and they still fit. ``reasons``, ``warnings`` and ``errors`` are those of
     earlier steps. Never raises for a host that does not fit: ``errors`` of the plan says why.
@@ -1056,7 +1057,15 @@ class _Planner:
                     "l2_eviction_trigger_watermark": DEFAULT_WATERMARK,
                     "l2_eviction_ratio": EVICTION_RATIO,
                     "memory_gib": round(l1 + SERVER_OVERHEAD_GIB[self.accelerator], 2),
+                    "use_odirect": self.measured.get("direct_io") is not False,
                 }
+            )
+        if any(server["quota_gib"] and not server["use_odirect"] for server in servers):
+            self._warn(
+                "KVF-DISK-107",
+                f"The cache partition on {(self.disk or {}).get('serial')} refused an aligned O_DIRECT write and "
+                "read-back, so the disk tier goes through the page cache: its figures are RAM's, and it takes RAM.",
+                "Use ext4 or xfs on a local NVMe drive for the cache.",
             )
         return servers
 
@@ -1327,6 +1336,7 @@ class _Planner:
             "enforce_eager": bool(own.get("enforce_eager", self.accelerator == "cpu")),
             "trust_remote_code": bool(own.get("trust_remote_code", False)),
             "numa_nodes": draft.nodes,
+            "use_odirect": self.measured.get("direct_io") is not False,
             "server": draft.server,
             "buffer_gib_per_gpu": draft.buffer_gib if tiered else 0.0,
             "l1_gib": round(draft.buffer_gib * draft.ranks, 3) if tiered else 0.0,
