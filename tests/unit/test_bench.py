@@ -270,10 +270,10 @@ def disk_truth(hits):
     }  # fmt: skip
 
 
-def disk_load(hits, served_by, phase="warm"):
+def disk_load(hits, served_by, loaded=None):
     run = {
-        "run": {"name": "warm-c1", "phase": phase},
-        "tokens": {"tier_disk": hits},
+        "run": {"name": "warm-c1", "phase": "warm"},
+        "tokens": {"tier_disk": hits, "external": hits if loaded is None else loaded},
         "disk": {"hit_bytes": 64 * 1024**2, "read_bytes": 1024**2, "served_by": served_by},
     }
     return {"instances": [{"name": "a", "runs": [run]}]}
@@ -294,8 +294,21 @@ def test_a_disk_that_was_not_read_is_not_proved(truth_hits, load_hits, served_by
     assert verdict["verdict"] == ("degrade" if expected else "pass")
 
 
+def test_a_lookup_proves_no_disk():
+    verdict = bench.judge([disk_truth(None)], [], disk_load(512, "device", loaded=0), Thresholds())
+    assert [reason["code"] for reason in verdict["reasons"]] == ["KVF-BENCH-048"]
+
+
 def test_a_host_that_went_away_fails_with_what_was_said():
     for truth, load in (([], None), ([disk_truth(1024)], {"unreachable": True})):
         verdict = bench.judge(truth, [], load, Thresholds(), gone="Connection reset by peer")
         assert [reason["code"] for reason in verdict["reasons"]] == ["KVF-BENCH-047"]
         assert "Connection reset" in verdict["deciding"]["message"]
+
+
+@pytest.mark.parametrize(("tier", "code"), [("ram", "KVF-BENCH-006"), ("disk", "KVF-BENCH-007")])
+def test_a_tier_that_did_not_serve_is_not_called_slow(tier, code):
+    finding = {"code": code, "message": "delivered 0 tokens", "fix": "look", "numbers": {}}
+    truth = {**disk_truth(1024), "ttft_ms": {"cold": 900.0, tier: 890.0}, "findings": [finding]}
+    verdict = bench.judge([truth], [], None, Thresholds())
+    assert [reason["code"] for reason in verdict["reasons"]] == [code]

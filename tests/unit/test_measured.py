@@ -26,11 +26,11 @@ TRUTH = {
 }
 
 
-def warm(duration_s, served_by="device", phase="warm", disk=8192):
+def warm(duration_s, served_by="device", phase="warm", disk=8192, external=8192):
     return {
         "run": {"phase": phase},
         "figures": {"duration_s": duration_s},
-        "tokens": {"tier_cpu": 0, "tier_disk": disk},
+        "tokens": {"tier_cpu": 0, "tier_disk": disk, "external": external},
         "disk": {"served_by": served_by},
     }
 
@@ -55,6 +55,8 @@ def test_a_faster_warm_run_counts_and_the_page_cache_does_not():
     assert measured.speeds(PLAN, [TRUTH], load(warm(2.0, "page cache")))["disk"] == 5 * MIB
     assert measured.speeds(PLAN, [TRUTH], load(warm(2.0, phase="populate")))["disk"] == 5 * MIB
     assert measured.speeds(PLAN, [], load(warm(2.0, disk=0)))["disk"] is None
+    # looked up by LMCache, but the engine's own pool had them: nothing was delivered
+    assert measured.speeds(PLAN, [], load(warm(2.0, external=0)))["disk"] is None
 
 
 def test_several_instances_have_no_common_prefill_speed():

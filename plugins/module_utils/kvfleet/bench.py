@@ -643,8 +643,13 @@ def _speedups(instance: Mapping[str, Any], thresholds: Thresholds) -> list[Reaso
     """The second witness: a served prefix must also be faster than computing it."""
     reasons = []
     times = instance.get("ttft_ms") or {}
-    for tier, limit in (("ram", thresholds.min_warm_speedup_ram), ("disk", thresholds.min_warm_speedup_disk)):
-        if not times.get("cold") or not times.get(tier):
+    missed = {str(entry["code"]) for entry in instance.get("findings") or ()}
+    for tier, limit, code in (
+        ("ram", thresholds.min_warm_speedup_ram, "KVF-BENCH-006"),
+        ("disk", thresholds.min_warm_speedup_disk, "KVF-BENCH-007"),
+    ):
+        # a tier that did not serve is not a slow tier
+        if not times.get("cold") or not times.get(tier) or code in missed:
             continue
         ratio = times["cold"] / times[tier]
         if ratio < limit:
@@ -670,7 +675,10 @@ def _unproved_disk(truth: Sequence[Mapping[str, Any]], load: Mapping[str, Any]) 
         warm = [run for run in runs.get(str(instance["name"]), ()) if run["run"]["phase"] == "warm"]
         stored = (instance.get("bytes") or {}).get("disk")
         hits = (instance.get("hit_tokens") or {}).get("disk") or 0
-        hits += sum(int((run.get("tokens") or {}).get("tier_disk") or 0) for run in warm)
+        # a lookup is no load: what the engine's own cache held was looked up and never fetched
+        hits += sum(
+            min(int(run["tokens"]["tier_disk"]), int(run["tokens"]["external"])) for run in warm if run.get("tokens")
+        )
         if instance.get("profile") == "disk" and stored and not hits and not instance.get("findings"):
             reasons.append(
                 Reason(

@@ -14,7 +14,7 @@ def deployed(tmp_path_factory, request):
     host = proof_host.ProofHost("proof", Path(kept) if kept else tmp_path_factory.mktemp("proof"))
     try:
         host.up()
-        status, text = host.play("site.yml", limit_s=590, smoke_benchmark_report=False)
+        status, text = host.play("site.yml", limit_s=900, smoke_benchmark_report=False)
         assert status == 0, text
         yield host
     finally:

@@ -19,10 +19,10 @@ UNITS = ("kvfleet-lmcache@0.service", "kvfleet-vllm@tiny.service")
 SETTINGS = {
     "kvfleet_profile": "disk",
     "kvfleet_dtype": "float32",
-    "kvfleet_kv_pool_gib": 0.05,
+    "kvfleet_kv_pool_gib": 0.02,
     "kvfleet_buffer_gib_per_gpu": 0.5,
     "kvfleet_instances": [
-        {"name": "tiny", "model": "/data/models/tiny", "port": 8000, "max_model_len": 4096, "max_num_seqs": 4}
+        {"name": "tiny", "model": "/data/models/tiny", "port": 8000, "max_model_len": 2048, "max_num_seqs": 4}
     ],
     "engine_source": "bundle",
     "cache_disk_format": True,

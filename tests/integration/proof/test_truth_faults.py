@@ -180,5 +180,5 @@ def test_stale_hits_of_an_earlier_run(host):
 
 
 def test_another_model_name_than_the_plans(host):
-    changed = [{"name": "tiny", "model": "/data/models/tiny", "port": 8000, "max_model_len": 4096, "max_num_seqs": 4}]
+    changed = [{"name": "tiny", "model": "/data/models/tiny", "port": 8000, "max_model_len": 2048, "max_num_seqs": 4}]
     fails_with(host, "KVF-BENCH-003", kvfleet_instances=[{**changed[0], "served_model_name": "another"}])
