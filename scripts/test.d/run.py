@@ -107,7 +107,6 @@ PARTS = (
         "proof load faults",
         ALL,
         (pytest(f"{PROOF}/test_load_faults.py", report="proof-load-faults", markers="root"),),
-        ("libfaketime",),
     ),
     Part("proof article", ALL, (pytest(f"{PROOF}/test_article.py", report="proof-article", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),

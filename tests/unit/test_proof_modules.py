@@ -265,3 +265,18 @@ def test_the_proved_record_feeds_the_next_plan(capsys, plan, tmp_path):
     fed = kv_plan.measured({}, kept)
     assert fed["cpu"] == speeds["cpu"]
     assert fed["prefill_tokens_per_s"] == fed["instances"]["llama8b"]["prefill_tokens_per_s"] == 700.0
+
+
+def test_files_of_a_killed_benchmark_are_removed_by_the_next(capsys, plan, unlocked, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_load.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "kvfleet-bench-old/llama8b").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    call(bench_load, capsys, plan=plan, user="root")
+    assert not list(tmp_path.glob("kvfleet-bench-*"))
+    assert (tmp_path / "other").is_dir()
+
+
+def test_a_benchmark_that_is_told_to_end_unwinds(monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        bench_load.end_in_order(15, None)
+    assert ended.value.code == 143

@@ -33,23 +33,32 @@ SETTINGS = {
 }
 
 
-#: asks the instance on the host, which has no curl: "generate" prints the tokens of a completion, "running" requests
+#: asks the instance on the host, which has no curl: "generate" prints the tokens of a completion, "wait" ends as soon
+#: as the load's tool has requests running
 ASK = """
-import json, pathlib, sys, urllib.request
+import json, pathlib, subprocess, sys, time, urllib.request
 key = pathlib.Path("/root/api-key")
 headers = {"Content-Type": "application/json"}
 if key.exists():
     headers["Authorization"] = "Bearer " + key.read_text().strip()
-body = json.dumps({"model": "tiny", "prompt": "still there?", "max_tokens": 4, "ignore_eos": True}).encode()
-path, data = ("/v1/completions", body) if sys.argv[1] == "generate" else ("/metrics", None)
-request = urllib.request.Request("http://127.0.0.1:8000" + path, data=data, headers=headers)
-with urllib.request.urlopen(request, timeout=60) as answer:
-    text = answer.read().decode()
-if data:
-    print(json.loads(text)["usage"]["completion_tokens"])
-else:
-    rows = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
-    print(int(sum(float(row.split()[-1]) for row in rows)))
+
+def ask(path, data=None):
+    request = urllib.request.Request("http://127.0.0.1:8000" + path, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.read().decode()
+
+if sys.argv[1] == "generate":
+    body = {"model": "tiny", "prompt": "still there?", "max_tokens": 4, "ignore_eos": True}
+    print(json.loads(ask("/v1/completions", json.dumps(body).encode()))["usage"]["completion_tokens"])
+    sys.exit()
+end = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < end:
+    tool = subprocess.run(["pgrep", "-f", "vllm[.]entrypoints.cli.main"], stdout=subprocess.DEVNULL)
+    rows = [line for line in ask("/metrics").splitlines() if line.startswith("vllm:num_requests_running")]
+    if tool.returncode == 0 and sum(float(row.split()[-1]) for row in rows) > 0:
+        sys.exit()
+    time.sleep(0.2)
+sys.exit("no load came")
 """
 
 
