@@ -92,6 +92,8 @@ instances:
 """
 
 import random
+import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -107,6 +109,20 @@ from ansible.module_utils.kvfleet.host_load import HostProbe, main_pids
 from ansible.module_utils.kvfleet.http import HttpClient, HttpFailure
 from ansible.module_utils.kvfleet.load import InstanceLoad, plan_runs
 from ansible.module_utils.kvfleet.truth import check_model_name, request_finding
+
+#: results of the running load, below the system's temporary directory
+DIRECTORY_PREFIX = "kvfleet-bench-"
+
+
+def end_in_order(*_unused: object) -> None:
+    """Who is told to end the benchmark ends its process: then its load and its files must go too."""
+    raise SystemExit(143)
+
+
+def remove_left_over() -> None:
+    """Files of a benchmark that was killed; whoever holds the lock knows that none of them is in use."""
+    for path in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def main() -> None:
@@ -130,12 +146,15 @@ def main() -> None:
     if module.check_mode:
         module.exit_json(changed=False, skipped=True, msg="A load sends requests; nothing was measured.")
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, end_in_order)
     try:
-        with only_benchmark(), tempfile.TemporaryDirectory(prefix="kvfleet-bench-") as directory:
-            instances = [
-                load_instance(module.params, instance, Path(directory))
-                for instance in module.params["plan"]["instances"]
-            ]
+        with only_benchmark():
+            remove_left_over()
+            with tempfile.TemporaryDirectory(prefix=DIRECTORY_PREFIX) as directory:
+                instances = [
+                    load_instance(module.params, instance, Path(directory))
+                    for instance in module.params["plan"]["instances"]
+                ]
     except KvfleetError as error:
         module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
     module.exit_json(

@@ -107,7 +107,9 @@ better_profile:
   returned: always
   type: str
 measured:
-  description: Per instance C(prefill_tokens_per_s) and C(decode_ms_per_token), for later plans.
+  description:
+    - For later plans C(cpu) and C(disk) (bytes per second that the tiers delivered), C(prefill_tokens_per_s) of the
+      only instance, and C(instances) with C(model), C(prefill_tokens_per_s) and C(decode_ms_per_token) of each.
   returned: always
   type: dict
 shapes:
@@ -125,7 +127,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.kvfleet import bench, history
+from ansible.module_utils.kvfleet import bench, history, measured
 from ansible.module_utils.kvfleet.findings import KvfleetError
 
 
@@ -153,7 +155,8 @@ def main() -> None:
         params["ttft_p99_ms"], params["tpot_mean_ms"], params["requests_per_s"],
         params["min_warm_speedup_ram"], params["min_warm_speedup_disk"],
     )  # fmt: skip
-    verdict = bench.judge(truth.get("instances") or [], truth.get("unit_findings") or [], load, thresholds)
+    gone = next((str(part.get("msg")) for part in (truth, load) if part and part.get("unreachable")), "")
+    verdict = bench.judge(truth.get("instances") or [], truth.get("unit_findings") or [], load, thresholds, gone)
     record = history.build_record(
         params["host"], time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), params["plan"], params["profile"],
         _kept(truth), _kept(load), verdict, truth.get("environment") or {},
@@ -162,6 +165,7 @@ def main() -> None:
     changes = [change.as_dict() for change in history.regressions(record, earlier)]
     payoff = history.payoff(record, earlier).as_dict()
     verdict = bench.judge_history(verdict, changes, payoff)
+    verdict["reasons"] = [*verdict["reasons"], *history.clock_reason(record, earlier)]
     record.update(verdict, changes=changes, payoff=payoff)
     path = ""
     if not module.check_mode:
@@ -177,10 +181,7 @@ def main() -> None:
         time=record["time"],
         payoff=payoff,
         better_profile=history.better_profile(record, earlier) if payoff["state"] == "costs" else None,
-        measured={
-            entry["name"]: {key: entry.get(key) for key in ("prefill_tokens_per_s", "decode_ms_per_token")}
-            for entry in truth.get("instances") or ()
-        },
+        measured=measured.speeds(params["plan"], truth.get("instances") or (), load),
         shapes={entry["name"]: entry.get("shape") or {} for entry in (load or {}).get("instances") or ()},
         line=history.line(record),
         text=history.explanation(record),
@@ -190,7 +191,7 @@ def main() -> None:
 
 def _kept(result: dict[str, Any] | None) -> dict[str, Any] | None:
     """A module's return without Ansible's own keys; the invocation would hold the key that was given."""
-    own = ("changed", "failed", "invocation", "deprecations", "warnings", "exception")
+    own = ("changed", "failed", "unreachable", "invocation", "deprecations", "warnings", "exception")
     return None if result is None else {key: value for key, value in result.items() if key not in own}
 
 

@@ -39,7 +39,8 @@ options:
     default: /etc/kvfleet/plan.json
   proof_file:
     description:
-      - Record of the last proof; its C(measured) (prefill_tokens_per_s, cpu, disk) feeds the break-even advice.
+      - Record of the last proof; its C(measured) (prefill_tokens_per_s, cpu, disk) feeds the break-even advice, its
+        C(disk_writes) the cache disk's endurance.
     type: path
     default: /var/lib/kvfleet/proved.json
   sessions:
@@ -104,12 +105,15 @@ findings:
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet import disk_probe, disks, plan_text, planning, sizing
+from ansible.module_utils.kvfleet import measured as lasting
 from ansible.module_utils.kvfleet.command import run_command
+from ansible.module_utils.kvfleet.disk_health import smart_log
 from ansible.module_utils.kvfleet.findings import Finding, KvfleetError
 from ansible.module_utils.kvfleet.hostcheck import check_recorded
 from ansible.module_utils.kvfleet.hostfacts import gather
@@ -151,18 +155,30 @@ def read_json(path: str) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def measured(values: dict[str, Any], proof: dict[str, Any] | None) -> dict[str, float | None]:
+def measured(values: dict[str, Any], proof: dict[str, Any] | None) -> dict[str, Any]:
     """Speeds that this host has shown: of the last proof, and of the cache disk when it was formatted."""
-    found: dict[str, float | None] = {}
+    found: dict[str, Any] = {}
     history = (proof or {}).get("measured")
     if isinstance(history, dict):
         found = {key: float(history[key]) for key in ("prefill_tokens_per_s", "cpu", "disk") if history.get(key)}
+        if isinstance(history.get("instances"), dict):
+            found["instances"] = history["instances"]
     serial = values.get("cache_disk_serial")
     record = disk_probe.read_record(str(serial), disk_probe.HostPaths()) if serial else None
     speed = (record.notes.get("speed") or {}) if record is not None else {}
+    if record is not None and isinstance(record.notes.get("direct_io"), bool):
+        found["direct_io"] = record.notes["direct_io"]
     if speed.get("random_read_bytes_per_s"):
         found.setdefault("disk", float(speed["random_read_bytes_per_s"]))
     return found
+
+
+def endurance(values: dict[str, Any], proof: dict[str, Any] | None) -> tuple[float | None, str]:
+    """How long the cache disk will last at the write rate since its first proof, and how that is known."""
+    serial = str(values.get("cache_disk_serial") or "")
+    smart, why_not = smart_log(str(values.get("cache_disk_device") or ""), run_command)
+    known: tuple[float | None, str] = lasting.endurance(proof, serial, smart, why_not, time.time())
+    return known
 
 
 def main() -> None:
@@ -184,6 +200,7 @@ def main() -> None:
     )
     options = module.params
     recorded = options["host"]
+    proof = read_json(options["proof_file"]) if recorded is None else None
     try:
         host = gather(run_command) if recorded is None else check_recorded(recorded)
         plan = planning.make_plan(
@@ -196,7 +213,8 @@ def main() -> None:
             model_config=options["model_config"],
             check_disk=check_disk if recorded is None else None,
             previous=read_json(options["plan_file"]) if recorded is None else None,
-            measured=measured(options["settings"], read_json(options["proof_file"])) if recorded is None else None,
+            measured=measured(options["settings"], proof) if recorded is None else None,
+            endurance=(lambda: endurance(options["settings"], proof)) if recorded is None else None,
             sessions=options["sessions"],
             context=options["context"],
         )

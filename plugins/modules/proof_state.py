@@ -84,13 +84,17 @@ last:
   type: dict
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.kvfleet.command import run_command
+from ansible.module_utils.kvfleet.disk_health import smart_log
 from ansible.module_utils.kvfleet.findings import KvfleetError
 from ansible.module_utils.kvfleet.host_access import base_url
 from ansible.module_utils.kvfleet.http import HttpClient, HttpFailure
+from ansible.module_utils.kvfleet.measured import disk_writes
 from ansible.module_utils.kvfleet.proof import difference, fingerprint, read_record, unit_files, write_record
 from ansible.module_utils.kvfleet.tiers import drop_stale_tiers
 from ansible.module_utils.kvfleet.truth import check_model_name, real_completion, request_finding
@@ -113,7 +117,12 @@ def main() -> None:
     last = read_record(state)
     if module.params["record"] is not None:
         if not module.check_mode:
-            write_record(state, {**module.params["record"], "parts": parts, "fingerprint": parts["all"]})
+            written = {**module.params["record"], "parts": parts, "fingerprint": parts["all"]}
+            disk = plan["host"].get("disk")
+            if disk:
+                smart, _ = smart_log(str(disk["device"]), run_command)
+                written["disk_writes"] = disk_writes(last, str(disk["serial"]), smart, time.time())
+            write_record(state, written)
         dropped = drop_stale_tiers(plan, dry_run=module.check_mode)
         module.exit_json(
             changed=True,

@@ -47,6 +47,7 @@ def molecule(scenario: str) -> tuple[str, ...]:
 
 DISKS = "tests/integration/disks"
 RELEASES = "tests/integration/releases"
+PROOF = "tests/integration/proof"
 #: what makes the foreign labels that a cache disk must refuse
 DISK_PACKAGES = (
     "gdisk",
@@ -104,6 +105,18 @@ PARTS = (
         (pytest(f"{RELEASES}/test_failures.py", "--keep-host", report="failing-upgrades", markers="root"),),
     ),
     Part("upgrade and rollback", ALL, (pytest(f"{RELEASES}/test_upgrade.py", report="upgrade", markers="root"),)),
+    # each deploys a host of its own and injects faults into its running services
+    Part(
+        "proof truth faults",
+        ALL,
+        (pytest(f"{PROOF}/test_truth_faults.py", report="proof-truth-faults", markers="root"),),
+    ),
+    Part(
+        "proof load faults",
+        ALL,
+        (pytest(f"{PROOF}/test_load_faults.py", report="proof-load-faults", markers="root"),),
+    ),
+    Part("proof article", ALL, (pytest(f"{PROOF}/test_article.py", report="proof-article", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),

@@ -117,7 +117,8 @@ def plan(
     release: dict[str, Any] = RELEASE,
     disk_size_gib: float | None = 1788.5,
     previous: dict[str, Any] | None = None,
-    measured: dict[str, float | None] | None = None,
+    measured: dict[str, Any] | None = None,
+    endurance: tuple[float | None, str] = (None, "not measured"),
     sessions: int | None = None,
     context: int | None = None,
     **values: Any,
@@ -135,6 +136,7 @@ def plan(
         disk=disk(disk_size_gib) if disk_size_gib else None,
         previous=previous,
         measured=measured,
+        endurance=endurance,
         sessions=sessions,
         context=context,
     )

@@ -261,3 +261,54 @@ def test_findings_of_truth_units_and_load_fail():
 def test_a_load_that_did_not_run_is_no_pass():
     assert bench.judge(truth(), [], None, Thresholds())["verdict"] == "fail"
     assert bench.judge([], [], load(), Thresholds())["verdict"] == "fail"
+
+
+def disk_truth(hits):
+    return {
+        "name": "a", "profile": "disk", "findings": [], "ttft_ms": {"cold": 900.0, "ram": 90.0},
+        "hit_tokens": {"ram": 1024, "disk": hits}, "bytes": {"disk": 4096},
+    }  # fmt: skip
+
+
+def disk_load(hits, served_by, loaded=None):
+    run = {
+        "run": {"name": "warm-c1", "phase": "warm"},
+        "tokens": {"tier_disk": hits, "external": hits if loaded is None else loaded},
+        "disk": {"hit_bytes": 64 * 1024**2, "read_bytes": 1024**2, "served_by": served_by},
+    }
+    return {"instances": [{"name": "a", "runs": [run]}]}
+
+
+@pytest.mark.parametrize(
+    ("truth_hits", "load_hits", "served_by", "expected"),
+    [
+        (None, 0, None, {"KVF-BENCH-048"}),
+        (1024, 0, None, set()),
+        (None, 512, "device", set()),
+        (1024, 512, "page cache", {"KVF-BENCH-049"}),
+    ],
+)
+def test_a_disk_that_was_not_read_is_not_proved(truth_hits, load_hits, served_by, expected):
+    verdict = bench.judge([disk_truth(truth_hits)], [], disk_load(load_hits, served_by), Thresholds())
+    assert {reason["code"] for reason in verdict["reasons"]} == expected
+    assert verdict["verdict"] == ("degrade" if expected else "pass")
+
+
+def test_a_lookup_proves_no_disk():
+    verdict = bench.judge([disk_truth(None)], [], disk_load(512, "device", loaded=0), Thresholds())
+    assert [reason["code"] for reason in verdict["reasons"]] == ["KVF-BENCH-048"]
+
+
+def test_a_host_that_went_away_fails_with_what_was_said():
+    for truth, load in (([], None), ([disk_truth(1024)], {"unreachable": True})):
+        verdict = bench.judge(truth, [], load, Thresholds(), gone="Connection reset by peer")
+        assert [reason["code"] for reason in verdict["reasons"]] == ["KVF-BENCH-047"]
+        assert "Connection reset" in verdict["deciding"]["message"]
+
+
+@pytest.mark.parametrize(("tier", "code"), [("ram", "KVF-BENCH-006"), ("disk", "KVF-BENCH-007")])
+def test_a_tier_that_did_not_serve_is_not_called_slow(tier, code):
+    finding = {"code": code, "message": "delivered 0 tokens", "fix": "look", "numbers": {}}
+    truth = {**disk_truth(1024), "ttft_ms": {"cold": 900.0, tier: 890.0}, "findings": [finding]}
+    verdict = bench.judge([truth], [], None, Thresholds())
+    assert [reason["code"] for reason in verdict["reasons"]] == [code]

@@ -156,7 +156,17 @@ def test_nothing_is_removed_from_a_partition_that_is_not_ours(capsys, plan, engi
     assert names(tiers) == ["new", "old"]
 
 
-def test_truth_check_returns_findings_and_never_the_key(capsys, plan):
+@pytest.fixture
+def unlocked(tmp_path, monkeypatch):
+    from ansible.module_utils.kvfleet import bench_session
+
+    lock = tmp_path / "bench.lock"
+    for module in (bench_load, truth_check):
+        monkeypatch.setattr(module, "only_benchmark", lambda: bench_session.only_benchmark(lock))
+    return lock
+
+
+def test_truth_check_returns_findings_and_never_the_key(capsys, plan, unlocked):
     done = call(truth_check, capsys, plan=plan, api_key="canary-key", check_units=False)
     assert done["ok"] is False
     assert done["changed"] is False
@@ -165,20 +175,11 @@ def test_truth_check_returns_findings_and_never_the_key(capsys, plan):
     assert "canary-key" not in json.dumps(done["invocation"])
 
 
-def test_truth_check_names_an_unreadable_model(capsys, plan):
+def test_truth_check_names_an_unreadable_model(capsys, plan, unlocked):
     plan["instances"][0]["model"] = "/nonexistent"
     done = call(truth_check, capsys, plan=plan, check_units=False)
     assert done["failed"] is True
     assert "KVF-BENCH-017" in done["msg"]
-
-
-@pytest.fixture
-def unlocked(tmp_path, monkeypatch):
-    from ansible.module_utils.kvfleet import bench_session
-
-    lock = tmp_path / "bench.lock"
-    monkeypatch.setattr(bench_load, "only_benchmark", lambda: bench_session.only_benchmark(lock))
-    return lock
 
 
 def test_load_without_a_server_or_tokenizer_is_told_apart(capsys, plan, engine, unlocked, tmp_path):
@@ -196,6 +197,10 @@ def test_two_loads_at_once_are_refused_and_the_lock_is_free_afterwards(capsys, p
     from ansible.module_utils.kvfleet import bench_session
 
     with bench_session.only_benchmark(unlocked):
+        # the truth check clears the RAM tier, so it waits for nobody either
+        refused = call(truth_check, capsys, plan=plan, check_units=False)
+        assert refused["failed"] is True
+        assert "KVF-BENCH-024" in refused["msg"]
         second = call(bench_load, capsys, plan=plan, user="root")
         assert second["failed"] is True
         assert "KVF-BENCH-024" in second["msg"]
@@ -257,3 +262,59 @@ def test_verdict_in_check_mode_writes_nothing(capsys, plan, tmp_path):
     done = verdict(capsys, plan, tmp_path, _ansible_check_mode=True)
     assert done["changed"] is False
     assert not (tmp_path / "results").exists()
+
+
+def test_a_host_that_died_gets_a_verdict_and_keeps_its_truth(capsys, plan, tmp_path):
+    done = verdict(capsys, plan, tmp_path, load={"unreachable": True, "changed": False, "msg": "Connection reset"})
+    assert (done["verdict"], done["accepted"]) == ("fail", False)
+    assert "KVF-BENCH-047" in done["text"]
+    kept = history.load_records(tmp_path / "results")[0]
+    assert "unreachable" not in kept["load"]
+    assert kept["truth"]["instances"]
+
+
+def test_a_clock_that_was_set_back_is_noted_and_overwrites_nothing(capsys, plan, tmp_path):
+    ahead = history.store(tmp_path / "results", sample_results.record("h", "20990101T000000Z", "cpu"))
+    text = ahead.read_text()
+    done = verdict(capsys, plan, tmp_path)
+    assert done["verdict"] == "pass"
+    assert "KVF-BENCH-050" in done["text"]
+    assert "20990101T000000Z" in done["text"]
+    assert ahead.read_text() == text
+    assert len(history.load_records(tmp_path / "results")) == 2
+
+
+def test_notes_stand_below_the_reasons(capsys, plan, tmp_path):
+    truth = sample_results.truth("cpu")
+    truth["instances"][0]["notes"] = ["prompt shortened to 1072 tokens"]
+    assert "note: llama8b: prompt shortened to 1072 tokens" in verdict(capsys, plan, tmp_path, truth=truth)["text"]
+
+
+def test_the_proved_record_feeds_the_next_plan(capsys, plan, tmp_path):
+    import kv_plan
+
+    truth = sample_results.truth("cpu")
+    truth["instances"][0]["prefill_tokens_per_s"] = 700.0
+    done = verdict(capsys, plan, tmp_path, truth=truth)
+    speeds = done["measured"]
+    assert speeds["cpu"] > 0
+    call(proof_state, capsys, plan=plan, record={"verdict": "pass", "measured": speeds})
+    kept = json.loads((tmp_path / "state/proved.json").read_text())
+    fed = kv_plan.measured({}, kept)
+    assert fed["cpu"] == speeds["cpu"]
+    assert fed["prefill_tokens_per_s"] == fed["instances"]["llama8b"]["prefill_tokens_per_s"] == 700.0
+
+
+def test_files_of_a_killed_benchmark_are_removed_by_the_next(capsys, plan, unlocked, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_load.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "kvfleet-bench-old/llama8b").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    call(bench_load, capsys, plan=plan, user="root")
+    assert not list(tmp_path.glob("kvfleet-bench-*"))
+    assert (tmp_path / "other").is_dir()
+
+
+def test_a_benchmark_that_is_told_to_end_unwinds(monkeypatch):
+    with pytest.raises(SystemExit) as ended:
+        bench_load.end_in_order(15, None)
+    assert ended.value.code == 143

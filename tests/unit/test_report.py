@@ -254,3 +254,14 @@ def test_timeline_shows_pool_tiers_disks_and_gpus(records):
         "Busy disks, iowait",
         "GPU memory",
     ]
+
+
+def test_a_note_is_shown_and_fails_nothing():
+    record = sample_results.record("h", "20261129T090000Z", "cpu")
+    note = {
+        "level": "note", "code": "KVF-BENCH-050", "figure": "time", "value": None, "limit": None,
+        "message": "The clock says yesterday.", "fix": "Set it.",
+    }  # fmt: skip
+    record["reasons"] = [note]
+    assert "<failure" not in report.junit([record])
+    assert "The clock says yesterday." in report.markdown([record])

@@ -555,20 +555,34 @@ def judge(
     units: Sequence[Mapping[str, Any]],
     load: Mapping[str, Any] | None,
     thresholds: Thresholds,
+    gone: str = "",
 ) -> dict[str, Any]:
     """The verdict over one host's proof.
 
     ``truth`` is ``truth_check``'s list of instances, ``units`` its findings about units, ``load`` what ``bench_load``
-    returned (``None`` = it did not run). Returns ``verdict`` (``pass``, ``degrade``, ``fail``), ``reasons`` and
-    ``deciding`` (the figure that decided, or the leading figure of a pass).
+    returned (``None`` = it did not run), ``gone`` how the host went away in the middle, if it did. Returns ``verdict``
+    (``pass``, ``degrade``, ``fail``), ``reasons`` and ``deciding`` (the figure that decided, or the leading figure of a
+    pass).
     """
     reasons = [_from_finding(entry) for entry in units]
     for instance in truth:
         reasons += [_from_finding(entry) for entry in instance.get("findings") or ()]
         reasons += _speedups(instance, thresholds)
-    if not truth:
+    if gone:
+        reasons.append(
+            Reason(
+                "fail",
+                "KVF-BENCH-047",
+                "host",
+                f"The host stopped answering during the proof: {gone}",
+                "Read its journal of the time before (journalctl -b -1) once it is up again, then run again.",
+            )
+        )
+    elif not truth:
         reasons.append(Reason("fail", "KVF-BENCH-040", "truth", "No instance was checked.", "Check kvfleet_instances."))
-    if load is None:
+    if gone:
+        pass
+    elif load is None:
         if not reasons:
             reasons.append(
                 Reason("fail", "KVF-BENCH-041", "load", "The load did not run.", "Read the tasks above; run again.")
@@ -577,6 +591,7 @@ def judge(
         for instance in load.get("instances") or ():
             reasons += [_from_finding(entry) for entry in instance.get("findings") or ()]
             reasons += _load_limits(instance, thresholds)
+        reasons += _unproved_disk(truth, load)
     return conclude(reasons, truth)
 
 
@@ -628,8 +643,13 @@ def _speedups(instance: Mapping[str, Any], thresholds: Thresholds) -> list[Reaso
     """The second witness: a served prefix must also be faster than computing it."""
     reasons = []
     times = instance.get("ttft_ms") or {}
-    for tier, limit in (("ram", thresholds.min_warm_speedup_ram), ("disk", thresholds.min_warm_speedup_disk)):
-        if not times.get("cold") or not times.get(tier):
+    missed = {str(entry["code"]) for entry in instance.get("findings") or ()}
+    for tier, limit, code in (
+        ("ram", thresholds.min_warm_speedup_ram, "KVF-BENCH-006"),
+        ("disk", thresholds.min_warm_speedup_disk, "KVF-BENCH-007"),
+    ):
+        # a tier that did not serve is not a slow tier
+        if not times.get("cold") or not times.get(tier) or code in missed:
             continue
         ratio = times["cold"] / times[tier]
         if ratio < limit:
@@ -644,6 +664,50 @@ def _speedups(instance: Mapping[str, Any], thresholds: Thresholds) -> list[Reaso
                     round(ratio, 2), limit,
                 )
             )  # fmt: skip
+    return reasons
+
+
+def _unproved_disk(truth: Sequence[Mapping[str, Any]], load: Mapping[str, Any]) -> list[Reason]:
+    """A disk tier that stored and was never read, or was read from memory: neither proved nor measured."""
+    reasons = []
+    runs = {str(entry["name"]): entry.get("runs") or () for entry in load.get("instances") or ()}
+    for instance in truth:
+        warm = [run for run in runs.get(str(instance["name"]), ()) if run["run"]["phase"] == "warm"]
+        stored = (instance.get("bytes") or {}).get("disk")
+        hits = (instance.get("hit_tokens") or {}).get("disk") or 0
+        # a lookup is no load: what the engine's own cache held was looked up and never fetched
+        hits += sum(
+            min(int(run["tokens"]["tier_disk"]), int(run["tokens"]["external"])) for run in warm if run.get("tokens")
+        )
+        if instance.get("profile") == "disk" and stored and not hits and not instance.get("findings"):
+            reasons.append(
+                Reason(
+                    "degrade",
+                    "KVF-BENCH-048",
+                    "disk hit tokens",
+                    f"Instance {instance['name']}: nothing was read from the disk tier, the RAM tier held everything: "
+                    "whether the disk serves is not proved.",
+                    "Run the proof with smoke_benchmark_may_clear: true before the host takes traffic.",
+                    0,
+                )
+            )
+        for run in warm:
+            if (run.get("disk") or {}).get("served_by") == "page cache":
+                disk = run["disk"]
+                reasons.append(
+                    Reason(
+                        "degrade",
+                        "KVF-BENCH-049",
+                        "device read bytes",
+                        f"Instance {instance['name']}, run {run['run']['name']}: the disk tier was hit for "
+                        f"{disk['hit_bytes'] / 1024**2:.0f} MiB and its device read {disk['read_bytes'] / 1024**2:.0f} "
+                        "MiB: served by page cache, so these figures are RAM's.",
+                        "Check that the tier's file system takes O_DIRECT, or measure a working set beyond free RAM.",
+                        disk["read_bytes"],
+                        disk["hit_bytes"],
+                    )
+                )
+                break
     return reasons
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .bench import Reason
 from .findings import refuse
 
 SCHEMA = 1
@@ -180,6 +181,25 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
+def clock_reason(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A note (KVF-BENCH-050) when an earlier result of this host has a later time: some clock was or is wrong."""
+    later = [str(entry["time"]) for entry in earlier if str(entry["time"]) > str(record["time"])]
+    if not later:
+        return []
+    return [
+        asdict(
+            Reason(
+                "note",
+                "KVF-BENCH-050",
+                "time",
+                f"The controller's clock says {record['time']}, and {len(later)} earlier results of this host are from "
+                f"after that, the last from {max(later)}.",
+                "Set the controller's clock; remove results with times that never were, or they stay the newest.",
+            )
+        )
+    ]
+
+
 def latest_per_host(records: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The newest result of every host."""
     newest: dict[str, Mapping[str, Any]] = {}
@@ -202,6 +222,8 @@ def explanation(record: Mapping[str, Any]) -> str:
     lines += [
         f"{reason['level']}: {reason['code']}: {reason['message']} {reason['fix']}" for reason in record["reasons"]
     ]
+    parts = [(record.get(kind) or {}).get("instances") or () for kind in ("truth", "load")]
+    lines += [f"note: {entry['name']}: {note}" for part in parts for entry in part for note in entry.get("notes") or ()]
     return "\n".join(lines)
 
 

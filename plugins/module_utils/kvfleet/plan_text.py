@@ -36,7 +36,7 @@ def host_rows(plan: Mapping[str, Any]) -> list[Row]:
                 "disk",
                 f"{disk['partition_gib']:.1f} GiB partition on {disk['serial']}",
                 f"{disk['quota_gib']:.1f} quota, {disk['floor_gib']:g} stay free, {disk['spare_gib']:.1f} "
-                "unpartitioned",
+                f"unpartitioned; {_endurance(disk)}",
             )
         )
     for server in plan["servers"]:
@@ -50,6 +50,11 @@ def host_rows(plan: Mapping[str, Any]) -> list[Row]:
             )
         )
     return rows
+
+
+def _endurance(disk: Mapping[str, Any]) -> str:
+    days = disk["endurance_days"]
+    return f"endurance {'unknown' if days is None else f'{days:,.0f} days'}: {disk['endurance_reason']}"
 
 
 def instance_rows(instance: Mapping[str, Any]) -> list[Row]:

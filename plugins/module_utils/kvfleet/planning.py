@@ -53,7 +53,8 @@ def make_plan(
     model_config: Mapping[str, Any] | None = None,
     check_disk: Callable[[Mapping[str, Any]], Sequence[Finding]] | None = None,
     previous: Mapping[str, Any] | None = None,
-    measured: Mapping[str, float | None] | None = None,
+    measured: Mapping[str, Any] | None = None,
+    endurance: Callable[[], tuple[float | None, str]] | None = None,
     sessions: int | None = None,
     context: int | None = None,
 ) -> dict[str, Any]:
@@ -62,7 +63,8 @@ def make_plan(
     ``values`` are the inventory's ``kvfleet_*``, ``cache_disk_*`` and ``LMCACHE_*`` variables, ``variable_names``
     further names to check for spelling; ``releases`` is the matrix (document or rows). Models are read through
     ``read_text`` and ``list_sizes`` unless ``model_config`` (a parsed ``config.json`` for all instances) is given.
-    ``check_disk`` looks at the real cache disk and returns its findings. Raises ``KvfleetError`` only for settings
+    ``check_disk`` looks at the real cache disk and returns its findings, ``endurance`` how long it will last and why
+    (:func:`measured.endurance`). Raises ``KvfleetError`` only for settings
     that cannot be understood; everything else ends in the plan's ``errors``.
     """
     settings = parse_settings(values, variable_names)
@@ -108,6 +110,7 @@ def make_plan(
         row,
         disk=disk,
         measured=measured,
+        endurance=endurance() if endurance and disk else (None, "planned without looking at the disk"),
         previous=previous,
         reasons=reasons,
         warnings=warnings,

@@ -119,7 +119,8 @@ def build_plan(
     release: Mapping[str, Any],
     *,
     disk: Mapping[str, Any] | None = None,
-    measured: Mapping[str, float | None] | None = None,
+    measured: Mapping[str, Any] | None = None,
+    endurance: tuple[float | None, str] = (None, "not measured"),
     previous: Mapping[str, Any] | None = None,
     reasons: Sequence[str] = (),
     warnings: Sequence[Finding] = (),
@@ -132,15 +133,18 @@ def build_plan(
 
     ``models`` maps each model's path to what :func:`models.read_model` returned; ``release`` is the row to use;
     ``disk`` the cache disk's ``{"device", "serial", "size_bytes", "partition_bytes", "spare_bytes"}``; ``measured``
-    may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver) and ``prefill_tokens_per_s``; ``previous``
-    is the plan that the host runs now: computed values stay as they are while nothing but the free memory changed and
-    they still fit. ``reasons``, ``warnings`` and ``errors`` are those of earlier steps; instances named in ``skip``
-    have their error there already, only their GPUs and ports count here. Never raises for a host that does not
-    fit: ``errors`` of the plan says why.
+    may hold ``cpu`` and ``disk`` (bytes per second that the tiers deliver), ``prefill_tokens_per_s`` and ``instances``
+    (the same by name, with the model that it was measured with), ``direct_io`` whether the cache partition takes
+    O_DIRECT; ``endurance`` the days that the cache disk will last
+    and how that is known; ``previous`` is the plan that the host runs now: computed values stay as they are while
+    nothing but the free memory changed and they still fit. ``reasons``, ``warnings`` and ``errors`` are those of
+    earlier steps; instances named in ``skip`` have their error there already, only their GPUs and ports count here.
+    Never raises for a host that does not fit: ``errors`` of the plan says why.
     """
     return _Planner(
-        host, settings, models, release, disk, measured or {}, previous, list(errors), [*settings.notes, *warnings]
-    ).plan(list(reasons), sessions, context, skip)
+        host, settings, models, release, disk, measured or {}, endurance, previous, list(errors),
+        [*settings.notes, *warnings],
+    ).plan(list(reasons), sessions, context, skip)  # fmt: skip
 
 
 def ram_reserve_gib(total_bytes: int) -> float:
@@ -212,7 +216,8 @@ class _Planner:
         models: Mapping[str, Mapping[str, Any]],
         release: Mapping[str, Any],
         disk: Mapping[str, Any] | None,
-        measured: Mapping[str, float | None],
+        measured: Mapping[str, Any],
+        endurance: tuple[float | None, str],
         previous: Mapping[str, Any] | None,
         errors: list[Finding],
         warnings: list[Finding],
@@ -223,6 +228,7 @@ class _Planner:
         self.release = release
         self.disk = disk
         self.measured = measured
+        self.endurance = endurance
         self.errors = errors
         self.warnings = warnings
         self.accelerator = "cuda" if host.get("gpus") else "cpu"
@@ -835,12 +841,21 @@ class _Planner:
                 return f"Use {count} such GPUs, a quantised model, or a model below {limit} of weights."
         return f"Use a quantised or smaller model (below {limit} of weights) or larger GPUs."
 
+    def _prefill_history(self, draft: _Draft) -> float | None:
+        """What the last proof measured of this instance with this model."""
+        instances = self.measured.get("instances")
+        if not instances:
+            return self.measured.get("prefill_tokens_per_s")
+        before = instances.get(draft.name) or {}
+        same_model = before.get("model") == str(draft.settings.get("model")).rstrip("/")
+        return before.get("prefill_tokens_per_s") if same_model else None
+
     def _prefill(self, draft: _Draft) -> float | None:
         own = draft.settings.get("prefill_tokens_per_s")
         if own:
             draft.reasons["tiers"] = f"prefill {own:g} tokens/s set by the user"
             return float(own)
-        history = self.measured.get("prefill_tokens_per_s")
+        history = self._prefill_history(draft)
         if history:
             draft.reasons["tiers"] = f"prefill {history:.0f} tokens/s from this host's history"
             return float(history)
@@ -1158,7 +1173,15 @@ class _Planner:
                     "l2_eviction_trigger_watermark": DEFAULT_WATERMARK,
                     "l2_eviction_ratio": EVICTION_RATIO,
                     "memory_gib": round(l1 + SERVER_OVERHEAD_GIB[self.accelerator], 2),
+                    "use_odirect": self.measured.get("direct_io") is not False,
                 }
+            )
+        if any(server["quota_gib"] and not server["use_odirect"] for server in servers):
+            self._warn(
+                "KVF-DISK-107",
+                f"The cache partition on {(self.disk or {}).get('serial')} refused an aligned O_DIRECT write and "
+                "read-back, so the disk tier goes through the page cache: its figures are RAM's, and it takes RAM.",
+                "Use ext4 or xfs on a local NVMe drive for the cache.",
             )
         return servers
 
@@ -1222,7 +1245,8 @@ class _Planner:
             "spare_gib": round(self.disk.get("spare_bytes", 0) / GIB, 2),
             "floor_gib": floor_gib(partition),
             "quota_gib": 0.0,
-            "endurance_days": None,
+            "endurance_days": self.endurance[0],
+            "endurance_reason": self.endurance[1],
         }
 
     def _quotas(self, drafts: Sequence[_Draft], disk: dict[str, Any] | None) -> None:
@@ -1448,6 +1472,7 @@ class _Planner:
             "enforce_eager": bool(own.get("enforce_eager", self.accelerator == "cpu")),
             "trust_remote_code": bool(own.get("trust_remote_code", False)),
             "numa_nodes": draft.nodes,
+            "use_odirect": self.measured.get("direct_io") is not False,
             "server": draft.server,
             "buffer_gib_per_gpu": draft.buffer_gib if tiered else 0.0,
             "l1_gib": round(draft.buffer_gib * draft.ranks, 3) if tiered else 0.0,

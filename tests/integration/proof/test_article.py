@@ -1,0 +1,61 @@
+"""The article's load to its end on a throw-away host: three set-ups, one report with the article's tables and plots."""
+
+import json
+import re
+
+import proof_host
+import pytest
+
+pytestmark = pytest.mark.root
+
+SCALE = 0.05
+CONCURRENCIES = (1, 4, 8, 16, 32)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A host deployed by one run of site.yml that proves it with profile article."""
+    host = proof_host.ProofHost("article", tmp_path_factory.mktemp("article"))
+    try:
+        host.up()
+        status, text = host.play(
+            "site.yml", limit_s=1200, smoke_benchmark_profile="article", smoke_benchmark_article_scale=SCALE
+        )
+        assert status == 0, text
+        yield host
+    finally:
+        host.down()
+
+
+def test_every_set_up_ran_every_concurrency_with_the_same_pool(measured):
+    records = measured.records()
+    assert [record["plan_profile"] for record in records] == ["gpu", "cpu", "disk"]
+    pools = set()
+    for record in records:
+        runs = {run["run"]["name"]: run for run in record["load"]["instances"][0]["runs"]}
+        assert set(runs) == {
+            "rag-populate",
+            *(f"{load}-c{many}" for load in ("random", "rag") for many in CONCURRENCIES),
+        }
+        for run in runs.values():
+            assert run["figures"]["completed"] == run["run"]["requests"]
+            assert run["figures"]["failed"] == 0
+        instance = record["plan"]["instances"][0]
+        pools.add((instance["gpu_kv_tokens"], instance["max_num_seqs"]))
+        assert record["load"]["instances"][0]["scale"] == SCALE
+    assert len(pools) == 1
+
+
+def test_the_host_ends_in_its_own_profile(measured):
+    measured.assert_unharmed()
+    assert json.loads(measured.ssh("cat /var/lib/kvfleet/proved.json"))["plan_profile"] == "disk"
+    assert measured.ssh(f"systemctl is-active {' '.join(proof_host.UNITS)}").split() == ["active", "active"]
+
+
+def test_the_report_has_the_articles_tables_and_plots_and_needs_no_network(measured):
+    page = (measured.results / "report.html").read_text()
+    for words in ("TTFT", "TPOT", "requests/s", "output tokens/s", f"scale {SCALE:g}"):
+        assert words.lower() in page.lower(), words
+    assert page.count("<svg") >= 3
+    assert not re.search(r'(src|href)\s*=\s*"?(https?:)?//', page)
+    assert "<script" not in page
