@@ -98,6 +98,15 @@ PARTS = (
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
+    *(
+        # each row breaks a real service and waits until it is back
+        Part(
+            f"failures: {name}",
+            ALL,
+            (pytest(f"tests/integration/failures/test_{name}.py", report=f"failures-{name}", markers="root"),),
+        )
+        for name in ("processes", "cache", "requests")
+    ),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),
 )
 

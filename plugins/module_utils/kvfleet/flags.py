@@ -162,7 +162,7 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     ``true`` and ``null`` give the bare flag, ``false`` its ``--no-`` form, a list one word each, a mapping JSON.
     """
     found: list[str] = []
-    for name, value in sorted(flags.items()):
+    for name, value in sorted(flags.items(), key=lambda item: normal(item[0])):
         flag = normal(name)
         if value is False:
             found.append(f"--no-{flag[2:]}")

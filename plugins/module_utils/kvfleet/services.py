@@ -201,9 +201,12 @@ def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dic
         "--kv-cache-dtype", instance.get("kv_cache_dtype", "auto"),
         "--dtype", instance.get("dtype", "auto"),
         "--block-size", str(instance["block_size_tokens"]),
-        "--shutdown-timeout", str(instance["shutdown_timeout_s"]),
         "--disable-access-log-for-endpoints", "/health,/metrics",
     ]  # fmt: skip
+    understood = flags.engine_flags(str(plan["release"]["vllm"]))
+    if understood is None or "--shutdown-timeout" in understood:
+        # without it (vLLM before 0.18) running requests are cut at a stop
+        command += ["--shutdown-timeout", str(instance["shutdown_timeout_s"])]
     if instance.get("kv_cache_memory_bytes"):
         command += ["--kv-cache-memory-bytes", str(instance["kv_cache_memory_bytes"])]
     else:
