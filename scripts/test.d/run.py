@@ -96,6 +96,7 @@ PARTS = (
         DISK_PACKAGES,
     ),
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
+    Part("proxy", ALL, (pytest("tests/integration/proxy", report="proxy", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     *(
