@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from failing import ENGINE, HERE, HOST, RECORD, ROOT, SERVER, Host, Outcome, tool
+from failing import ENGINE, HERE, HOST, RECORD, ROOT, SERVER, Host, Outcome, tool, write_table
 
 
 @pytest.fixture(scope="session")
@@ -67,10 +67,12 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
             "recovery_s": outcome.recovery_s if outcome else None,
             "requests": outcome.requests if outcome else None,
             "lost": outcome.lost if outcome else None,
+            "refused": outcome.refused if outcome else None,
             "wrong": outcome.wrong if outcome else None,
             "errors": outcome.errors if outcome else [],
         }
         RECORD.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+        write_table(entries)
         if outcome:
             assert outcome.wrong == 0, f"{row}: {outcome.wrong} answers with wrong tokens"
             assert limit_s is None or outcome.recovery_s <= limit_s, f"{row}: {outcome.recovery_s} s to recover"

@@ -28,7 +28,10 @@ class Outcome:
     """What clients saw around one injection."""
 
     requests: int
+    #: requests that were accepted and ended in an error
     lost: int
+    #: attempts that found nobody listening
+    refused: int
     wrong: int
     recovery_s: float
     errors: list[str] = field(default_factory=list)
@@ -105,11 +108,26 @@ class Host:
         if not failed and slow:
             # nothing failed: what a client felt is the longest wait beyond a usual one
             recovery = max(0.0, max(slow) - sorted(slow)[len(slow) // 2])
+        refused = sum("refused" in line["error"] for line in failed)
         return Outcome(
-            len(lines), len(failed), sum(line["wrong"] for line in lines), round(recovery, 1),
-            sorted({line["error"] for line in failed}),
+            len(lines) - refused, len(failed) - refused, refused, sum(line["wrong"] for line in lines),
+            round(recovery, 1), sorted({line["error"] for line in failed}),
         )  # fmt: skip
 
     def now(self) -> float:
         """The host's clock."""
         return float(self.sh("date +%s.%N"))
+
+
+def write_table(entries: dict[str, dict[str, object]]) -> None:
+    """Put the rows into docs/failures.md."""
+    lines = ["| what breaks | seen | lost | refused | wrong | back after |", "|---|---|---|---|---|---|"]
+    for entry in sorted(entries.values(), key=lambda entry: str(entry["row"])):
+        sent = f"{entry['lost']} of {entry['requests']}" if entry["requests"] else "no load"
+        words = (entry["row"], entry["seen"], sent, entry["refused"], entry["wrong"], f"{entry['recovery_s']} s")
+        lines.append(f"| {' | '.join(str(word) for word in words)} |")
+    page = ROOT / "docs" / "failures.md"
+    before, rest = page.read_text().split("<!-- table: written by the tests -->")
+    after = rest.split("<!-- end of table -->")[1]
+    table = "\n".join(lines)
+    page.write_text(f"{before}<!-- table: written by the tests -->\n{table}\n<!-- end of table -->{after}")

@@ -78,7 +78,7 @@ def test_port_taken_at_start(ready, record):
     seconds = round(ready.now() - injected, 1)
     record(
         "port taken at start",
-        Outcome(0, 0, 0, seconds),
+        Outcome(0, 0, 0, 0, seconds),
         "each start fails with 'Address already in use'; served once it is free",
         90,
     )
