@@ -89,6 +89,7 @@ def load(path, seconds, out):
             thread.start()
         for thread in threads:
             thread.join()
+    Path(f"{out}.done").touch()
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ class Host:
         if not pattern:
             return int(self.show(unit, "MainPID"))
         found = self.sh(
-            f"for p in $(cat /sys/fs/cgroup$(systemctl show {unit} -p ControlGroup --value)/cgroup.procs); do"
-            f" grep -qa '{pattern}' /proc/$p/comm /proc/$p/cmdline && echo $p; done; true"
+            f"for p in $(grep -l '{unit}' /proc/[0-9]*/cgroup 2>/dev/null | cut -d/ -f3); do"
+            f" grep -q '{pattern}' /proc/$p/comm && echo $p; done; true"
         ).split()
         assert found, f"{unit} has no process {pattern}"
         return int(found[0])
@@ -91,12 +91,12 @@ class Host:
         """Start the load."""
         self.sh(
             "rm -f /root/load.jsonl*; nohup python3 /root/client.py load /root/expect.json"
-            f" {seconds} /root/load.jsonl >/root/load.out 2>&1 & sleep 3"
+            f" {seconds} /root/load.jsonl </dev/null >/root/load.out 2>&1 & sleep 3"
         )
 
     def end(self, injected: float) -> Outcome:
         """Stop the load; count what was lost and wrong since ``injected`` (the host's clock)."""
-        self.sh("touch /root/load.jsonl.stop; while pgrep -f 'client.py load' >/dev/null; do sleep 0.2; done")
+        self.sh("touch /root/load.jsonl.stop; while test ! -e /root/load.jsonl.done; do sleep 0.2; done")
         lines = [json.loads(line) for line in self.sh("cat /root/load.jsonl").splitlines()]
         assert lines, "no request was answered"
         failed = [line for line in lines if line["error"]]

@@ -9,12 +9,14 @@ MOUNT = "/var/cache/kvfleet"
 DATA = f"{MOUNT}/data"
 
 
+CLEAR = "import urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:8080/cache/clear', method='POST'))"
+
+
 def fill(host):
     """Bring every prompt to the disk tier, then empty the RAM tier: the next answers come from files."""
     host.sh("python3 /root/client.py expect /tmp/again.json; cmp /tmp/again.json /root/expect.json")
-    host.wait("files on the disk tier", lambda: int(host.sh(f"find {DATA} -name '*.data' | wc -l")) > 0)
-    host.sh("sleep 2; curl -sf -X POST http://127.0.0.1:8080/cache/clear || python3 -c \"import urllib.request as u;"
-            "u.urlopen(u.Request('http://127.0.0.1:8080/cache/clear', method='POST'))\"")  # fmt: skip
+    host.wait("files on the disk tier", lambda: int(host.sh(f"find {DATA} -name '*.data' | wc -l")) >= 12)
+    host.sh(f'sleep 2; python3 -c "{CLEAR}"')
 
 
 def root_used(host):
@@ -23,12 +25,12 @@ def root_used(host):
 
 
 def damaged(host, how):
-    """Run ``how`` on every file of the tier, then send every prompt once."""
+    """Run ``how`` on the files of the tier while nothing of it is in RAM, then send every prompt."""
     fill(host)
-    host.begin()
-    injected = host.now()
     host.sh(how)
-    host.sh("sleep 12")
+    host.begin(30)
+    injected = host.now()
+    host.sh("sleep 10")
     return host.end(injected)
 
 

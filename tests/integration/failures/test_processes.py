@@ -117,11 +117,11 @@ def test_out_of_memory_inside_the_unit(ready, record):
     where the host may set one."""
     engine = ready.pid(ENGINE)
     group = "/sys/fs/cgroup" + ready.show(ENGINE, "ControlGroup")
-    limited = ready.sh(f"test -w {group}/memory.max && echo yes", check=False).strip() == "yes"
+    limited = ready.sh(f"test -w '{group}/memory.max' && echo yes", check=False).strip() == "yes"
     ready.begin()
     injected = ready.now()
     if limited:
-        ready.sh(f"echo 400M > {group}/memory.max")
+        ready.sh(f"echo 400M > '{group}/memory.max'")
     else:
         worker = ready.pid(ENGINE, "VLLM::W")
         ready.sh(f"kill -9 {worker}")

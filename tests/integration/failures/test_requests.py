@@ -67,7 +67,8 @@ for number in range(1000):
 
 def test_port_taken_at_start(ready, record):
     ready.sh(f"systemctl stop {ENGINE}")
-    ready.sh("nohup python3 -m http.server 8000 --bind 127.0.0.1 >/dev/null 2>&1 & echo $! > /root/squatter; sleep 1")
+    squat = "nohup python3 -m http.server 8000 --bind 127.0.0.1 </dev/null >/dev/null 2>&1 &"
+    ready.sh(f"{squat} echo $! > /root/squatter; sleep 1")
     ready.sh(f"systemctl start --no-block {ENGINE}")
     ready.wait("the start fails", lambda: int(ready.show(ENGINE, "NRestarts")) >= 1, 90)
     text = ready.sh(f"journalctl -u {ENGINE} -n 200 -o cat")
@@ -130,7 +131,10 @@ with open("/dev/shm/psm_mapped", "r+b") as file:
 time.sleep(600)
 """
     ready.sh(f"cat > /tmp/make.py <<'END'\n{make}END\nchmod 644 /tmp/make.py")
-    ready.sh("nohup setpriv --reuid kvfleet --regid kvfleet --clear-groups python3 /tmp/make.py >/dev/null 2>&1 &")
+    ready.sh(
+        "nohup setpriv --reuid kvfleet --regid kvfleet --clear-groups python3 /tmp/make.py"
+        " </dev/null >/dev/null 2>&1 & echo $! > /root/maker"
+    )
     ready.sh("echo root > /dev/shm/psm_root; sleep 7")
     try:
         ready.sh(f"systemctl restart {ENGINE}")
@@ -139,7 +143,7 @@ time.sleep(600)
         assert "psm_left" not in left
         assert {"psm_mapped", "psm_root"} <= set(left)
     finally:
-        ready.sh("pkill -f /tmp/make.py; rm -f /dev/shm/psm_mapped /dev/shm/psm_root")
+        ready.sh("kill $(cat /root/maker); rm -f /dev/shm/psm_mapped /dev/shm/psm_root")
 
 
 def test_listeners_are_those_of_the_plan(ready):
