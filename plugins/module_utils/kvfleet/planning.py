@@ -128,6 +128,15 @@ def _check_flags(settings: Settings, row: Mapping[str, Any], errors: list[Findin
         wrong, notes = flags.check(own, valid, f"vllm serve {row['vllm']}", f"engine_flags of instance {instance.name}")
         errors.extend(wrong)
         warnings.extend(notes)
+        if instance.get("trust_remote_code"):
+            warnings.append(
+                Finding(
+                    "KVF-SET-024",
+                    f"Instance {instance.name} runs Python code that came with its model, as the service's user.",
+                    "Read that code, or set kvfleet_trust_remote_code to false.",
+                    {"instance": instance.name},
+                )
+            )
     if settings.server_flags:
         wrong, notes = flags.check(
             settings.server_flags,
