@@ -5,6 +5,7 @@ import importlib.util
 import json
 import mmap
 import os
+import pwd
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -285,6 +286,23 @@ def test_key_goes_into_the_environment_not_the_arguments(helper, tmp_path, monke
         helper.run_with_key(["/x/vllm"])
 
 
+def test_key_of_the_readiness_check_comes_from_the_main_process_where_systemd_hides_the_credential(
+    helper, tmp_path, monkeypatch
+):
+    process = tmp_path / "proc/77"
+    process.mkdir()
+    (process / "environ").write_bytes(b"HOME=/x\0VLLM_API_KEY=secret\0VLLM_PORT=1\0")
+    monkeypatch.setenv("MAINPID", "77")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "hidden"))
+    assert helper.api_key() == "secret"
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/api_key").write_text("credential\n")
+    assert helper.api_key() == "credential"
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    (process / "environ").write_bytes(b"HOME=/x\0")
+    assert helper.api_key() == ""
+
+
 def instance_entry(server):
     return {"unit": "u", "address": "127.0.0.1", "port": server.server_port, "model": "m"}
 
@@ -395,18 +413,19 @@ def test_a_failed_unit_raises_an_alert_until_it_is_well(helper, tmp_path):
 
 def test_disk_tier_that_is_gone_is_said(helper, monkeypatch, tmp_path):
     monkeypatch.setattr(helper, "server_probe", lambda port: "")
-    entry = {
-        "unit": "s",
-        "http_port": 1,
-        "mount_point": str(tmp_path),
-        "base_path": str(tmp_path / "t"),
-        "user": "root",
-    }
-    assert helper.health_of_server(entry)[0] == "degraded"
+    (tmp_path / "proc/self").mkdir()
+    mountinfo = tmp_path / "proc/self/mountinfo"
+    # as in a sandbox: the mount is read-only, its file system is not
+    line = f"36 35 98:0 / {tmp_path} ro,noatime master:1 - ext4 /dev/loop0"
+    mountinfo.write_text(f"{line} rw,errors=continue\n")
+    user = pwd.getpwuid(os.getuid()).pw_name
+    entry = {"unit": "s", "http_port": 1, "mount_point": str(tmp_path), "base_path": str(tmp_path / "t"), "user": user}
+    assert "is not mounted" in helper.health_of_server(entry)[1]
     mounted(monkeypatch, tmp_path)
     assert "is gone" in helper.health_of_server(entry)[1]
     (tmp_path / "t").mkdir()
-    if os.geteuid() == 0:
-        assert helper.health_of_server(entry) == ("ok", "")
-    entry["user"] = "nobody"
-    assert "is not nobody's" in helper.health_of_server(entry)[1]
+    assert helper.health_of_server(entry) == ("ok", "")
+    mountinfo.write_text(f"{line} ro,errors=continue\n")
+    assert "is read-only" in helper.health_of_server(entry)[1]
+    mountinfo.write_text(f"{line} rw\n")
+    assert "is not nobody's" in helper.health_of_server({**entry, "user": "nobody"})[1]
