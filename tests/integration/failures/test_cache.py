@@ -12,10 +12,26 @@ DATA = f"{MOUNT}/data"
 CLEAR = "import urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:8080/cache/clear', method='POST'))"
 
 
+HITS = (
+    "import urllib.request as u; print(int(sum(float(l.rsplit(' ', 1)[1]) for l in"
+    " u.urlopen('http://127.0.0.1:8080/metrics').read().decode().splitlines()"
+    " if l.startswith('lmcache_mp_lookup_hit_l2_tokens_total'))))"
+)
+
+
 def fill(host):
-    """Bring every prompt to the disk tier, then empty the RAM tier: the next answers come from files."""
-    host.sh("python3 /root/client.py expect /tmp/again.json; cmp /tmp/again.json /root/expect.json")
+    """Bring every prompt to the disk tier and see that it is served from there; then nothing of it is in RAM."""
+
+    def answers():
+        host.sh("python3 /root/client.py expect /tmp/again.json && cmp /tmp/again.json /root/expect.json")
+
+    answers()
     host.wait("files on the disk tier", lambda: int(host.sh(f"find {DATA} -name '*.data' | wc -l")) >= 12)
+    host.sh(f'sleep 2; python3 -c "{CLEAR}"')
+    before = int(host.sh(f'python3 -c "{HITS}"'))
+    answers()
+    # six prompts of two chunks of 256 tokens
+    host.wait("hits of the disk tier", lambda: int(host.sh(f'python3 -c "{HITS}"')) >= before + 6 * 512, 20)
     host.sh(f'sleep 2; python3 -c "{CLEAR}"')
 
 
