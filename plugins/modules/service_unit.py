@@ -41,6 +41,21 @@ options:
     description: Path of the C(kvfleet-unit) helper.
     type: path
     default: /opt/kvfleet/libexec/kvfleet-unit
+  cache_data:
+    description:
+      - Data directory of the cache partition. With it and O(cache_mount), the tier and the settings of a unit that is
+        removed are deleted too, on a mounted partition of kvfleet only.
+    type: path
+  cache_mount:
+    description: Mount point of the cache partition.
+    type: path
+  listeners:
+    description:
+      - Sockets that the plan names (C(unit), C(address), C(port), C(purpose)). They are compared with those that the
+        units hold; a missing one and one that other hosts can reach against the plan are errors.
+    type: list
+    elements: dict
+    default: []
   timeout_s:
     description: Seconds that one start or stop may take; the units' own limits are shorter.
     type: float
@@ -72,6 +87,11 @@ actions:
   returned: always
   type: list
   elements: str
+inner_listeners:
+  description: Sockets of our units on loopback that the plan does not name (the engine's own).
+  returned: when O(listeners) is given
+  type: list
+  elements: dict
 started:
   description: Units that were started or restarted.
   returned: always
@@ -82,6 +102,8 @@ started:
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import KvfleetError
+from ansible.module_utils.kvfleet.hostfacts import listeners as sockets_of_host
+from ansible.module_utils.kvfleet.listeners import compare
 from ansible.module_utils.kvfleet.unit_control import UnitActions, UnitControl, decide
 
 
@@ -105,10 +127,14 @@ def main() -> None:
             "owned_prefixes": {"type": "list", "elements": "str", "default": []},
             "target": {"type": "str", "required": True},
             "helper": {"type": "path", "default": "/opt/kvfleet/libexec/kvfleet-unit"},
+            "cache_data": {"type": "path"},
+            "cache_mount": {"type": "path"},
+            "listeners": {"type": "list", "elements": "dict", "default": []},
             "timeout_s": {"type": "float", "default": 1200},
             "settle_s": {"type": "float", "default": 3},
         },
         required_if=[("state", "present", ("units",))],
+        required_together=[("cache_data", "cache_mount")],
         supports_check_mode=True,
     )
     options = module.params
@@ -125,12 +151,18 @@ def main() -> None:
         states = [control.state(unit) for unit in options["units"]]
         actions = decide(states, strays, control.is_enabled(options["target"]), options["target"])
         if actions.any and not module.check_mode:
-            control.apply(actions, options["timeout_s"])
+            cache = (options["cache_data"], options["cache_mount"]) if options["cache_data"] else None
+            control.apply(actions, options["timeout_s"], cache)
             # a server that was restarted has taken its running instances along
             missing = [unit for unit in options["units"] if not control.state(unit).active]
             control.apply(UnitActions(start=missing), options["timeout_s"])
             actions.start += missing
             control.settle(options["units"], options["settle_s"])
+        inner = []
+        if options["listeners"] and not module.check_mode:
+            wrong, inner = compare(options["listeners"], sockets_of_host())
+            if wrong:
+                raise KvfleetError(*wrong)
     except KvfleetError as error:
         module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
     described = actions.describe()
@@ -138,6 +170,7 @@ def main() -> None:
         changed=actions.any,
         actions=described,
         started=actions.start,
+        inner_listeners=inner,
         diff={"before": "", "after": "".join(f"{line}\n" for line in described)},
     )
 

@@ -117,8 +117,18 @@ PARTS = (
         (pytest(f"{PROOF}/test_load_faults.py", report="proof-load-faults", markers="root"),),
     ),
     Part("proof article", ALL, (pytest(f"{PROOF}/test_article.py", report="proof-article", markers="root"),)),
+    Part("proxy", ALL, (pytest("tests/integration/proxy", report="proxy", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
+    *(
+        # each row breaks a real service and waits until it is back
+        Part(
+            f"failures: {name}",
+            ALL,
+            (pytest(f"tests/integration/failures/test_{name}.py", report=f"failures-{name}", markers="root"),),
+        )
+        for name in ("processes", "cache", "requests")
+    ),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),
 )
 

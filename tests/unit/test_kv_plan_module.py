@@ -89,6 +89,21 @@ def test_bad_input_names_the_variable(run, model, settings, names, says):
     assert says in done["msg"]
 
 
+def test_own_flags_reach_the_commands_or_are_refused(run, model):
+    settings = {"kvfleet_profile": "cpu", "kvfleet_model": model, "kvfleet_trust_remote_code": True}
+    flags = {"kvfleet_engine_flags": {"async-scheduling": False}, "kvfleet_server_flags": {"max_workers": 2}}
+    plan = run({**settings, **flags}, host=host(2))["plan"]
+    assert plan["instances"][0]["command"][-1] == "--no-async-scheduling"
+    assert plan["servers"][0]["command"][-2:] == ["--max-workers", "2"]
+    assert [warning["code"] for warning in plan["warnings"] if warning["code"].startswith("KVF-SET")] == ["KVF-SET-024"]
+    wrong = {"kvfleet_engine_flags": {"swap-space": 4, "port": 1}, "kvfleet_server_flags": {"l1-sice-gb": 1}}
+    done = run({**settings, **wrong}, host=host(2))
+    assert [finding["code"] for finding in done["findings"]] == ["KVF-SET-020", "KVF-SET-021", "KVF-SET-020"]
+    assert "engine_flags of instance default" in done["msg"]
+    assert "did you mean --l1-size-gb?" in done["msg"]
+    assert "must be a mapping" in run({**settings, "kvfleet_engine_flags": "--x"}, host=host(2))["msg"]
+
+
 def test_directory_without_a_config(run, tmp_path):
     done = run({"kvfleet_profile": "cpu", "kvfleet_model": str(tmp_path)}, host=host(2))
     assert "has no config.json" in done["msg"]

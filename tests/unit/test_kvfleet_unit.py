@@ -1,10 +1,13 @@
-"""The helper that units call: digests, tier preparation, readiness."""
+"""The helper that units call: digests, tier preparation, readiness, clean-up, health."""
 
 import importlib.machinery
 import importlib.util
 import json
+import mmap
 import os
+import pwd
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +26,13 @@ def helper(tmp_path, monkeypatch):
     for name, folder in (("UNIT_DIRECTORY", "units"), ("SETTINGS_DIRECTORY", "etc"), ("RUN_DIRECTORY", "run")):
         (tmp_path / folder).mkdir()
         monkeypatch.setattr(module, name, tmp_path / folder)
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "shm")
+    # of this machine's processes the tests' own is enough
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / str(os.getpid())).symlink_to("/proc/self")
+    monkeypatch.setattr(module, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(module, "CREDENTIALS_DIRECTORY", tmp_path / "etc/credentials")
     (tmp_path / "r1").mkdir()
     (tmp_path / "current").symlink_to("r1")
     monkeypatch.setattr(module, "CURRENT_RELEASE", tmp_path / "current")
@@ -197,3 +207,259 @@ def test_dead_process_ends_the_wait_at_once(helper, monkeypatch):
 def test_deadline_says_the_last_reason(helper):
     with pytest.raises(SystemExit, match=r"not ready within 0\.1 s: not yet"):
         helper.wait_until("x", lambda: "not yet", 0.1)
+
+
+def test_digest_follows_the_key_only_where_the_unit_loads_it(helper, tmp_path):
+    unit, other = "kvfleet-vllm@a.service", "kvfleet-lmcache@0.service"
+    (tmp_path / "units" / unit).write_text("[Service]\nLoadCredential=api_key:/x")
+    (tmp_path / "units" / other).write_text("[Service]")
+    (tmp_path / "etc/credentials").mkdir()
+    key = tmp_path / "etc/credentials/api_key"
+    key.write_text("one")
+    before = [helper.unit_digest(unit), helper.unit_digest(other)]
+    key.write_text("another")
+    assert helper.unit_digest(unit) != before[0]
+    assert helper.unit_digest(other) == before[1]
+
+
+def test_digest_of_a_timer_follows_its_service_and_settings(helper, tmp_path):
+    (tmp_path / "units/kvfleet-watch.timer").write_text("[Timer]")
+    digests = [helper.unit_digest("kvfleet-watch.timer")]
+    (tmp_path / "units/kvfleet-watch.service").write_text("[Service]")
+    digests.append(helper.unit_digest("kvfleet-watch.timer"))
+    (tmp_path / "etc/kvfleet-watch.json").write_text("{}")
+    digests.append(helper.unit_digest("kvfleet-watch.timer"))
+    assert len(set(digests)) == 3
+
+
+def test_clean_removes_own_and_unmapped_segments_only(helper, tmp_path):
+    shm = tmp_path / "shm"
+    for name in ("kvfleet_l1_0", "kvfleet_l1_1", "psm_left", "psm_mapped", "psm_open", "postgres", "psm_young"):
+        (shm / name).write_bytes(b"x" * mmap.PAGESIZE)
+        os.utime(shm / name, (0, 0))
+    with (shm / "psm_mapped").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    young = time.time()
+    with (shm / "psm_open").open("rb"):
+        # as seen a minute later; one that was made just then must stay
+        os.utime(shm / "psm_young", (young + 60, young + 60))
+        removed = helper.clean(["kvfleet_l1_0"], now=young + 60)
+    mapped.close()
+    assert removed == ["kvfleet_l1_0", "psm_left"]
+    assert sorted(path.name for path in shm.iterdir()) == [
+        "kvfleet_l1_1", "postgres", "psm_mapped", "psm_open", "psm_young",
+    ]  # fmt: skip
+
+
+def test_clean_leaves_other_users_segments(helper, tmp_path, monkeypatch):
+    (tmp_path / "shm/psm_other").write_text("x")
+    monkeypatch.setattr(helper.os, "geteuid", lambda: os.getuid() + 1)
+    assert helper.clean(["psm_other"], now=time.time() + 60) == []
+
+
+def test_clean_does_nothing_when_a_process_cannot_be_read(helper, tmp_path, monkeypatch):
+    (tmp_path / "shm/psm_left").write_text("x")
+    process = tmp_path / "proc/1"
+    process.mkdir()
+    (process / "maps").mkdir()  # reading it is an error other than "gone"
+    assert helper.clean([], now=time.time() + 60) == []
+    assert (tmp_path / "shm/psm_left").exists()
+
+
+def test_forget_removes_the_tier_and_settings_of_that_unit_only(helper, tmp_path, monkeypatch):
+    mounted(monkeypatch, tmp_path)
+    (tmp_path / ".kvfleet.json").touch()
+    for name in ("0", "1"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "chunk").touch()
+    (tmp_path / "etc/kvfleet-lmcache@0.yaml").touch()
+    (tmp_path / "etc/kvfleet-lmcache@1.yaml").touch()
+    helper.forget("kvfleet-lmcache@0.service", tmp_path / "data", tmp_path)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["1"]
+    assert [path.name for path in (tmp_path / "etc").glob("kvfleet*")] == ["kvfleet-lmcache@1.yaml"]
+    with pytest.raises(SystemExit, match="is no unit"):
+        helper.forget("kvfleet-lmcache@...service", tmp_path / "data", tmp_path)
+
+
+def test_forget_leaves_a_tier_of_the_same_name_that_is_used(helper, tmp_path, monkeypatch):
+    mounted(monkeypatch, tmp_path)
+    (tmp_path / ".kvfleet.json").touch()
+    (tmp_path / "data/a").mkdir(parents=True)
+    (tmp_path / "units/kvfleet-lmcache@a.service").touch()
+    helper.forget("kvfleet-vllm@a.service", tmp_path / "data", tmp_path)
+    assert (tmp_path / "data/a").is_dir()
+
+
+def test_waits_for_gpu_memory(helper, monkeypatch):
+    answers = iter([["GPU-a, 81559, 2000", "GPU-b, 81559, 100"], ["GPU-a, 81559, 80000", "GPU-b, 81559, 100"]])
+    monkeypatch.setattr(helper, "_nvidia_smi", lambda query: next(answers))
+    waited = []
+    helper.wait_for_gpus(0.9, ["GPU-a"], 60, waited.append)
+    assert waited == [2]
+
+
+def test_says_who_holds_gpu_memory(helper, monkeypatch):
+    def smi(query):
+        return ["GPU-a, 81559, 2000"] if "query-gpu" in query else ["GPU-a, 4711, 70000", "GPU-b, 1, 1"]
+
+    monkeypatch.setattr(helper, "_nvidia_smi", smi)
+    with pytest.raises(SystemExit, match=r"GPU-a has 2000 of 73403 MiB free; held by: GPU-a, 4711, 70000$"):
+        helper.wait_for_gpus(0.9, ["GPU-a"], 0)
+
+
+def test_key_goes_into_the_environment_not_the_arguments(helper, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(helper.os, "execve", lambda *words: seen.append(words))
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    (tmp_path / "api_key").write_text("secret\n")
+    helper.run_with_key(["/x/vllm", "serve"])
+    program, argv, environment = seen[0]
+    assert (program, argv, environment["VLLM_API_KEY"]) == ("/x/vllm", ["/x/vllm", "serve"], "secret")
+    (tmp_path / "api_key").write_text("\n")
+    with pytest.raises(SystemExit, match="is empty"):
+        helper.run_with_key(["/x/vllm"])
+
+
+def test_key_of_the_readiness_check_comes_from_the_main_process_where_systemd_hides_the_credential(
+    helper, tmp_path, monkeypatch
+):
+    process = tmp_path / "proc/77"
+    process.mkdir()
+    (process / "environ").write_bytes(b"HOME=/x\0VLLM_API_KEY=secret\0VLLM_PORT=1\0")
+    monkeypatch.setenv("MAINPID", "77")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "hidden"))
+    assert helper.api_key() == "secret"
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden/api_key").write_text("credential\n")
+    assert helper.api_key() == "credential"
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY")
+    (process / "environ").write_bytes(b"HOME=/x\0")
+    assert helper.api_key() == ""
+
+
+def instance_entry(server):
+    return {"unit": "u", "address": "127.0.0.1", "port": server.server_port, "model": "m"}
+
+
+def test_health_of_a_generating_instance(helper, server):
+    assert helper.health_of_instance(instance_entry(server), 5) == ("ok", "")
+
+
+@pytest.mark.parametrize(("step", "state"), [(1, "busy"), (0, "hung")])
+def test_no_token_in_time_is_a_hang_only_without_a_step(helper, server, step, state):
+    """The same silence of the API: a queue while the counters move, a hang while they stand."""
+    counter = {"value": 5}
+
+    def get(handler):
+        counter["value"] += step
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(f'vllm:generation_tokens_total{{a="b"}} {counter["value"]}.0\n'.encode())
+
+    server.RequestHandlerClass.do_GET = get
+    server.RequestHandlerClass.completion = (503, {"error": "queue"})
+    found, reason = helper.health_of_instance(instance_entry(server), 5)
+    assert found == state
+    assert "within 5 s" in reason
+
+
+def test_server_without_engine_is_dead(helper, server):
+    server.RequestHandlerClass.completion = (500, {"error": "EngineDeadError"})
+    server.RequestHandlerClass.do_GET = lambda handler: handler._send(503, {})
+    found, reason = helper.health_of_instance(instance_entry(server), 5)
+    assert found == "dead"
+    assert "EngineDeadError" in reason
+
+
+def test_wrong_key_is_no_reason_to_restart(helper, server):
+    server.RequestHandlerClass.completion = (401, {"error": "Unauthorized"})
+    assert helper.health_of_instance(instance_entry(server), 5)[0] == "refuses"
+
+
+def test_nobody_listening_is_dead(helper, server):
+    server.server_close()
+    assert helper.health_of_instance(instance_entry(server), 5)[0] == "dead"
+
+
+SETTINGS = {"deadline_s": 1, "server_patience_s": 45}
+ENTRY = {"unit": "u", "address": "127.0.0.1", "port": 1, "model": "m"}
+
+
+def look(helper, states, health, before=None, entry=ENTRY):
+    """One look with systemd's answers and the instance's health given; returns the result and the acts."""
+    acts = []
+    answers = iter(states)
+    helper.health_of_instance = helper.health_of_server = lambda *_: health
+    result = helper.look_at(
+        entry, SETTINGS, before or {}, time.time(), lambda unit: next(answers), lambda *words: acts.append(words)
+    )
+    return result, acts
+
+
+def test_a_hung_instance_is_killed_and_restarted(helper):
+    active = {"ActiveState": "active", "InvocationID": "1"}
+    result, acts = look(helper, [active, active], ("hung", "no token"))
+    assert acts == [("kill", "--kill-who=all", "--signal=SIGKILL", "u"), ("restart", "--no-block", "u")]
+    assert result["restarts"] == 1
+
+
+@pytest.mark.parametrize("again", [{"ActiveState": "deactivating"}, {"ActiveState": "active", "InvocationID": "2"}])
+def test_what_somebody_else_stops_or_restarts_is_left_alone(helper, again):
+    _, acts = look(helper, [{"ActiveState": "active", "InvocationID": "1"}, again], ("hung", "no token"))
+    assert acts == []
+
+
+@pytest.mark.parametrize("state", ["activating", "deactivating", "inactive", "failed"])
+def test_only_active_units_are_asked(helper, state):
+    result, acts = look(helper, [{"ActiveState": state, "Result": "start-limit-hit"}], ("hung", ""))
+    assert result["state"] == state
+    assert acts == []
+
+
+@pytest.mark.parametrize(("since", "restarts"), [(10, 0), (46, 1)])
+def test_a_slow_cache_server_gets_patience(helper, since, restarts):
+    active = {"ActiveState": "active", "InvocationID": "1"}
+    before = {"state": "hung", "since": time.time() - since}
+    result, acts = look(helper, [active, active], ("hung", "x"), before, {"unit": "s", "http_port": 1})
+    assert result["restarts"] == restarts
+    assert bool(acts) is bool(restarts)
+
+
+def run_watch(helper, tmp_path, state, reason="r"):
+    settings = tmp_path / "watch.json"
+    settings.write_text(json.dumps({**SETTINGS, "units": [ENTRY]}))
+    helper.look_at = lambda entry, *_: {"unit": entry["unit"], "state": state, "reason": reason, "since": 1}
+    helper.last_error = lambda unit: "ValueError: why"
+    helper.watch(settings, tmp_path / "run", tmp_path / "alerts")
+    return json.loads((tmp_path / "run/health.json").read_text())["units"][0]["state"]
+
+
+def test_a_failed_unit_raises_an_alert_until_it_is_well(helper, tmp_path):
+    assert run_watch(helper, tmp_path, "failed") == "failed"
+    alert = tmp_path / "alerts/u.json"
+    assert json.loads(alert.read_text())["cause"] == "ValueError: why"
+    assert alert.stat().st_mode & 0o007 == 0
+    run_watch(helper, tmp_path, "activating")
+    assert alert.exists()
+    run_watch(helper, tmp_path, "ok")
+    assert not alert.exists()
+
+
+def test_disk_tier_that_is_gone_is_said(helper, monkeypatch, tmp_path):
+    monkeypatch.setattr(helper, "server_probe", lambda port: "")
+    (tmp_path / "proc/self").mkdir()
+    mountinfo = tmp_path / "proc/self/mountinfo"
+    # as in a sandbox: the mount is read-only, its file system is not
+    line = f"36 35 98:0 / {tmp_path} ro,noatime master:1 - ext4 /dev/loop0"
+    mountinfo.write_text(f"{line} rw,errors=continue\n")
+    user = pwd.getpwuid(os.getuid()).pw_name
+    entry = {"unit": "s", "http_port": 1, "mount_point": str(tmp_path), "base_path": str(tmp_path / "t"), "user": user}
+    assert "is not mounted" in helper.health_of_server(entry)[1]
+    mounted(monkeypatch, tmp_path)
+    assert "is gone" in helper.health_of_server(entry)[1]
+    (tmp_path / "t").mkdir()
+    assert helper.health_of_server(entry) == ("ok", "")
+    mountinfo.write_text(f"{line} ro,errors=continue\n")
+    assert "is read-only" in helper.health_of_server(entry)[1]
+    mountinfo.write_text(f"{line} rw\n")
+    assert "is not nobody's" in helper.health_of_server({**entry, "user": "nobody"})[1]

@@ -209,3 +209,48 @@ def test_attaching_twice_changes_nothing():
     twice = copy.deepcopy(once)
     services.attach_commands(twice)
     assert twice == once
+
+
+def test_numa_lines_only_on_hosts_with_nodes():
+    p = plan()
+    p["servers"][0]["numa_nodes"] = p["instances"][0]["numa_nodes"] = [1]
+    services.attach_commands(p)
+    assert p["servers"][0]["numa_directives"] == []
+    p["host"]["numa_nodes"] = 2
+    services.attach_commands(p)
+    assert p["servers"][0]["numa_directives"] == ["NUMAPolicy=bind", "NUMAMask=1", "CPUAffinity=numa"]
+    assert p["instances"][0]["numa_directives"] == ["NUMAPolicy=preferred", "NUMAMask=1", "CPUAffinity=numa"]
+    p["servers"][0]["numa_nodes"] = [0, 1]
+    services.attach_commands(p)
+    assert p["servers"][0]["numa_directives"][0] == "NUMAPolicy=interleave"
+
+
+def test_instances_that_share_a_gpu_start_one_after_the_other():
+    p = plan()
+    p["instances"] += [{**copy.deepcopy(p["instances"][0]), "name": name} for name in ("b", "c")]
+    p["instances"][2]["gpus"] = [{"index": 3, "uuid": "GPU-dd"}]
+    services.attach_commands(p)
+    assert [instance["after"] for instance in p["instances"]] == [[], ["kvfleet-vllm@llama8b.service"], []]
+
+
+def test_buffer_stands_in_the_environment():
+    p = plan()
+    services.attach_commands(p)
+    assert p["instances"][0]["environment"]["KVFLEET_BUFFER_GIB_PER_GPU"] == "20"
+
+
+def test_watcher_knows_every_unit_and_the_disk_tier():
+    p = plan()
+    services.attach_commands(p)
+    server, instance = p["watch"]
+    assert (server["unit"], server["http_port"], server["mount_point"]) == (
+        "kvfleet-lmcache@0.service", 8080, "/var/cache/kvfleet",
+    )  # fmt: skip
+    assert (instance["unit"], instance["port"], instance["model"]) == ("kvfleet-vllm@llama8b.service", 8000, "llama8b")
+
+
+def test_own_flags_come_last():
+    p = plan()
+    p["instances"][0]["engine_flags"] = {"enable-prefix-caching": False}
+    services.attach_commands(p)
+    assert p["instances"][0]["command"][-1] == "--no-enable-prefix-caching"

@@ -6,7 +6,7 @@ import pytest
 
 from kvfleet.core.command import CommandResult
 from kvfleet.core.findings import KvfleetError
-from kvfleet.core.unit_control import UnitControl, UnitState, decide, root_cause
+from kvfleet.core.unit_control import UnitActions, UnitControl, UnitState, decide, root_cause
 
 SERVER = "kvfleet-lmcache@0.service"
 INSTANCE = "kvfleet-vllm@default.service"
@@ -117,3 +117,25 @@ def test_root_cause_skips_consequences():
 def test_root_cause_of_a_silent_service():
     assert root_cause([]) == "its journal is empty"
     assert root_cause(["Started.", "Killed"]) == "Killed"
+
+
+def test_service_of_a_wanted_timer_is_no_stray(tmp_path: Path):
+    for name in ("kvfleet-watch.service", "kvfleet-watch.timer"):
+        (tmp_path / name).touch()
+    control = UnitControl(fake_systemd("")[0], "/helper", tmp_path, tmp_path)
+    assert control.strays(["kvfleet-watch."], ["kvfleet-watch.timer"]) == []
+    assert control.strays(["kvfleet-watch."], []) == ["kvfleet-watch.service", "kvfleet-watch.timer"]
+
+
+def test_removed_unit_is_forgotten_only_when_asked(tmp_path: Path):
+    for cache, expected in ((None, False), (("/c/data", "/c"), True)):
+        (tmp_path / SERVER).touch()
+        run, calls = fake_systemd("")
+        UnitControl(run, "/helper", tmp_path, tmp_path).apply(UnitActions(remove=[SERVER]), 10, cache)
+        assert (["/helper", "forget", SERVER, "/c/data", "/c"] in calls) is expected
+
+
+def test_start_of_a_timer_is_recorded_for_it(tmp_path: Path):
+    run, calls = fake_systemd("")
+    UnitControl(run, "/helper", tmp_path, tmp_path).apply(UnitActions(start=["kvfleet-watch.timer"]), 10)
+    assert calls[-1] == ["/helper", "started", "kvfleet-watch.timer"]

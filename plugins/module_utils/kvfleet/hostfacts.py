@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from . import gpus
-from .command import CommandResult, CommandRunner
+from .command import CommandResult, CommandRunner, run_command
 
 _NVIDIA_TIMEOUT_S = 20.0
 _LSBLK_COLUMNS = "NAME,PATH,TYPE,SIZE,ROTA,RM,RO,MODEL,SERIAL,WWN,TRAN,FSTYPE,MOUNTPOINTS,LOG-SEC,PHY-SEC,DISC-MAX"
@@ -63,6 +63,14 @@ def gather(
     if not system:
         probe.missing("os", "/etc/os-release cannot be read")
     return host
+
+
+def listeners(root: str = "/") -> list[dict[str, Any]]:
+    """TCP ports that somebody listens on: ``{"port", "address", "process", "unit", "pid"}``, as ``ss -ltnp`` has them.
+
+    The owner is known where this user may see it. IPv6 addresses other than any and loopback are called ``ipv6``.
+    """
+    return _Probe(run_command, Path(root)).listeners()
 
 
 class _Probe:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import flags, services, sizing
 from . import releases as release_matrix
-from . import services, sizing
 from .disks import planned_layout
 from .findings import Finding, KvfleetError, refuse
 from .models import model_digest, read_model
@@ -103,6 +103,8 @@ def make_plan(
         disk = _disk(host, settings, errors)
         if disk is not None and check_disk is not None:
             errors.extend(check_disk(values))
+    if row["id"] is not None:
+        _check_flags(settings, row, errors, warnings)
     plan = sizing.build_plan(
         host,
         settings,
@@ -119,10 +121,51 @@ def make_plan(
         context=context,
         skip=[own.name for own in settings.instances if own.get("model") and str(own.get("model")) not in models],
     )
+    _attach_flags(plan, settings)
+    plan["host"]["numa_nodes"] = len(host.get("numa") or [])
     if row["id"] is not None:
         services.attach_commands(plan)
         plan["fingerprint"] = sizing.fingerprint(plan)
     return plan
+
+
+def _check_flags(settings: Settings, row: Mapping[str, Any], errors: list[Finding], warnings: list[Finding]) -> None:
+    """Hold the user's own flags against the parsers of the release."""
+    valid = flags.engine_flags(str(row["vllm"]))
+    for instance in settings.instances:
+        own = instance.get("engine_flags", {})
+        wrong, notes = flags.check(own, valid, f"vllm serve {row['vllm']}", f"engine_flags of instance {instance.name}")
+        errors.extend(wrong)
+        warnings.extend(notes)
+        if instance.get("trust_remote_code"):
+            warnings.append(
+                Finding(
+                    "KVF-SET-024",
+                    f"Instance {instance.name} runs Python code that came with its model, as the service's user.",
+                    "Read that code, or set kvfleet_trust_remote_code to false.",
+                    {"instance": instance.name},
+                )
+            )
+    if settings.server_flags:
+        wrong, notes = flags.check(
+            settings.server_flags,
+            flags.server_flags(str(row["lmcache"])),
+            f"lmcache server {row['lmcache']}",
+            "kvfleet_server_flags",
+        )
+        errors.extend(wrong)
+        warnings.extend(notes)
+
+
+def _attach_flags(plan: dict[str, Any], settings: Settings) -> None:
+    """Put the user's own flags into the plan, from which the command lines are made."""
+    own = {instance.name: instance.get("engine_flags", {}) for instance in settings.instances}
+    for instance in plan["instances"]:
+        if own.get(instance["name"]):
+            instance["engine_flags"] = dict(own[instance["name"]])
+    for server in plan["servers"]:
+        if settings.server_flags:
+            server["server_flags"] = dict(settings.server_flags)
 
 
 def recorded_model(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import hashlib
 import json
 from typing import Any
 
+from . import flags
+
 #: No instance may answer for longer than this while it stops; the unit's stop timeout must exceed it.
 DEFAULT_SHUTDOWN_TIMEOUT_S = 20
 #: A first start compiles kernels: 214 s were seen on an H200, so the deadline is far above it.
@@ -40,6 +42,7 @@ def attach_commands(plan: dict[str, Any]) -> None:
         server["command"] = server_command(plan, server)
         server["exec_start"] = exec_start(server["command"])
         server["environment"] = server_environment(plan)
+        server["numa_directives"] = numa_directives(plan, server.get("numa_nodes") or [], strict=True)
     servers = {server["name"]: server for server in plan["servers"]}
     for instance in plan["instances"]:
         instance.setdefault("host", "127.0.0.1")
@@ -49,6 +52,60 @@ def attach_commands(plan: dict[str, Any]) -> None:
         instance["environment"] = instance_environment(plan, instance)
         instance["command"] = instance_command(plan, instance, servers.get(instance.get("server") or ""))
         instance["exec_start"] = exec_start(instance["command"])
+        instance["after"] = start_after(plan, instance)
+        # the CPU engine binds its own threads
+        nodes = (instance.get("numa_nodes") or []) if instance["gpus"] else []
+        instance["numa_directives"] = numa_directives(plan, nodes, strict=False)
+    plan["watch"] = watched_units(plan)
+
+
+def start_after(plan: dict[str, Any], instance: dict[str, Any]) -> list[str]:
+    """Units of instances that must be ready before ``instance`` starts.
+
+    vLLM measures free memory while it starts and fails when another process changes it meanwhile, so instances that
+    share a GPU (or the CPU host's RAM) start one after the other, in the plan's order.
+    """
+    mine = {gpu["uuid"] for gpu in instance["gpus"]}
+    units = []
+    for other in plan["instances"]:
+        if other["name"] == instance["name"]:
+            break
+        if mine & {gpu["uuid"] for gpu in other["gpus"]} or not (mine or other["gpus"]):
+            units.append(f"kvfleet-vllm@{other['name']}.service")
+    return units
+
+
+def numa_directives(plan: dict[str, Any], nodes: list[int], strict: bool) -> list[str]:
+    """Lines for a unit that keep CPU and memory on ``nodes``; none on a host with one node or unknown nodes.
+
+    ``strict`` binds memory (the planner has checked that it fits there); otherwise the node is preferred, since the
+    page cache of weights may take more than a node holds. Several nodes are interleaved.
+    """
+    if int(plan["host"].get("numa_nodes") or 1) < 2 or not nodes:
+        return []
+    mask = ",".join(str(node) for node in nodes)
+    policy = "interleave" if len(nodes) > 1 else "bind" if strict else "preferred"
+    return [f"NUMAPolicy={policy}", f"NUMAMask={mask}", "CPUAffinity=numa"]
+
+
+def watched_units(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the health watcher asks: every server and instance with the address that answers."""
+    units: list[dict[str, Any]] = []
+    for server in plan["servers"]:
+        entry = {"unit": f"kvfleet-lmcache@{server['name']}.service", "http_port": server["http_port"]}
+        if server["base_path"]:
+            entry.update(mount_point=plan["paths"]["cache_mount"], base_path=server["base_path"])
+        units.append(entry)
+    for instance in plan["instances"]:
+        units.append(
+            {
+                "unit": f"kvfleet-vllm@{instance['name']}.service",
+                "address": instance["host"],
+                "port": instance["port"],
+                "model": instance["served_model_name"],
+            }
+        )
+    return units
 
 
 def tier_fingerprint(plan: dict[str, Any], server: dict[str, Any], served: list[dict[str, Any]]) -> str:
@@ -115,7 +172,7 @@ def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
             },
         }
         command += ["--l2-adapter", _compact_json(adapter)]
-    return command
+    return command + flags.words(server.get("server_flags") or {})
 
 
 def server_environment(plan: dict[str, Any]) -> dict[str, str]:
@@ -144,9 +201,12 @@ def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dic
         "--kv-cache-dtype", instance.get("kv_cache_dtype", "auto"),
         "--dtype", instance.get("dtype", "auto"),
         "--block-size", str(instance["block_size_tokens"]),
-        "--shutdown-timeout", str(instance["shutdown_timeout_s"]),
         "--disable-access-log-for-endpoints", "/health,/metrics",
     ]  # fmt: skip
+    understood = flags.engine_flags(str(plan["release"]["vllm"]))
+    if understood is None or "--shutdown-timeout" in understood:
+        # without it (vLLM before 0.18) running requests are cut at a stop
+        command += ["--shutdown-timeout", str(instance["shutdown_timeout_s"])]
     if instance.get("kv_cache_memory_bytes"):
         command += ["--kv-cache-memory-bytes", str(instance["kv_cache_memory_bytes"])]
     else:
@@ -158,7 +218,7 @@ def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dic
     transfer = kv_transfer_config(plan, instance, server)
     if transfer:
         command += ["--kv-transfer-config", _compact_json(transfer)]
-    return command
+    return command + flags.words(instance.get("engine_flags") or {})
 
 
 def kv_transfer_config(
@@ -216,6 +276,9 @@ def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict
         "VLLM_PORT": str(instance["internal_port"]),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(instance["startup_deadline_s"]),
     }
+    if instance["profile"] != "gpu":
+        # read by nobody: it shows in the unit what the plan gave each rank
+        environment["KVFLEET_BUFFER_GIB_PER_GPU"] = _number(instance["buffer_gib_per_gpu"] or 0)
     if instance["gpus"]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu["uuid"] for gpu in instance["gpus"])

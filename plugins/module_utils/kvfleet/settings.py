@@ -38,6 +38,7 @@ INSTANCE_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
     "enforce_eager": ("bool", None, None),
     "trust_remote_code": ("bool", None, None),
     "prefill_tokens_per_s": ("float", 0.0, 1e9),
+    "engine_flags": ("flags", None, None),
 }
 #: Settings of the whole host, under their full names.
 HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
@@ -51,6 +52,7 @@ HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
     "kvfleet_releases_extra": ("list", None, None),
     "kvfleet_ram_bytes_per_s": ("float", 0.0, 1e15),
     "kvfleet_disk_bytes_per_s": ("float", 0.0, 1e15),
+    "kvfleet_server_flags": ("flags", None, None),
     "cache_disk_device": ("str", None, None),
     "cache_disk_serial": ("str", None, None),
     "cache_disk_spare_percent": ("float", 0.0, 50.0),
@@ -58,6 +60,8 @@ HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
 #: Public variables of other parts; the planner only has to know that they exist.
 OTHER_NAMES = frozenset(
     [
+        "kvfleet_api_key",
+        "kvfleet_api_proxy",
         "kvfleet_host_facts_file",
         "kvfleet_model_config_file",
         "kvfleet_plan",
@@ -122,6 +126,7 @@ class Settings:
     cache_disk_device: str | None
     cache_disk_serial: str | None
     cache_disk_spare_percent: float
+    server_flags: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[Finding, ...] = field(default_factory=tuple)
 
 
@@ -196,6 +201,7 @@ def parse_settings(values: Mapping[str, Any], variable_names: Sequence[str] = ()
         cache_disk_device=typed.get("cache_disk_device"),
         cache_disk_serial=typed.get("cache_disk_serial"),
         cache_disk_spare_percent=float(typed.get("cache_disk_spare_percent", 7.0)),
+        server_flags=typed.get("kvfleet_server_flags", {}),
         notes=tuple(notes),
     )
 
@@ -276,6 +282,10 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
             if not isinstance(value, (list, tuple)):
                 raise ValueError
             return list(value)
+        elif kind == "flags":
+            if not isinstance(value, Mapping):
+                raise ValueError
+            return {str(flag): setting for flag, setting in value.items()}
         elif kind == "profile":
             if value not in PROFILES:
                 raise refuse(
@@ -294,6 +304,7 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
             "float": "a number",
             "bool": "true or false",
             "list": "a list",
+            "flags": "a mapping of flags to values",
             "gpus": "all, or a list of indices and UUIDs",
             "str": "text on one line",
             "address": "an IP address or a host name",

@@ -121,14 +121,28 @@ class UnitControl:
             for path in sorted(self._unit_directory.glob(f"{prefix}*"))
             if path.is_file()  # neither drop-in folders nor the .wants of the target
         ]
-        return [name for name in found if name not in wanted]
+        # a timer that is wanted needs the service that it starts
+        served = {f"{name[: -len('.timer')]}.service" for name in wanted if name.endswith(".timer")}
+        return [name for name in found if name not in wanted and name not in served]
 
-    def apply(self, actions: UnitActions, timeout_s: float) -> None:
-        """Do what :func:`decide` found; raises :class:`KvfleetError` with the journal's cause when a unit fails."""
+    def apply(self, actions: UnitActions, timeout_s: float, cache: tuple[str, str] | None = None) -> None:
+        """Do what :func:`decide` found; raises :class:`KvfleetError` with the journal's cause when a unit fails.
+
+        With ``cache`` (data directory and mount point of the cache partition) a removed unit's tier and settings go
+        too; without it everything that it stored stays.
+        """
         for unit in actions.remove:
             self._systemctl("disable", "--now", unit, timeout_s=timeout_s)
             (self._unit_directory / unit).unlink()
             (self._run_directory / f"{unit}.digest").unlink(missing_ok=True)
+            if cache is not None and "@" in unit:
+                forgotten = self._run([self._helper, "forget", unit, *cache])
+                if not forgotten.ok:
+                    raise refuse(
+                        "KVF-SVC-004",
+                        f"{unit} is removed, but not what it stored: {forgotten.stderr.strip()}.",
+                        f"Look at {cache[0]}.",
+                    )
         if actions.reload:
             self._systemctl("daemon-reload")
         for unit in actions.stop:
@@ -152,6 +166,9 @@ class UnitControl:
         result = self._run(["systemctl", "start", unit], timeout_s=timeout_s)
         if not result.ok:
             raise self._failure(unit, "did not start")
+        if unit.endswith(".timer"):
+            # a service records its own start; a timer runs nothing when it is started
+            self._run([self._helper, "started", unit])
 
     def _failure(self, unit: str, what: str) -> KvfleetError:
         lines = self._run(["journalctl", "-u", unit, "-n", "400", "-o", "cat", "--no-pager"]).stdout.splitlines()

@@ -106,6 +106,14 @@ CASES = {
         {"kvfleet_bufer_gib_per_gpu": 1},
         ["kvfleet_bufer_gib_per_gpu", "kvfleet_buffer_gib_per_gpu"],
     ),
+    "flag that was removed": (
+        {"kvfleet_engine_flags": {"swap-space": 4}},
+        ["--swap-space", "removed", "kvfleet_buffer_gib_per_gpu"],
+    ),
+    "flag that no release knows": (
+        {"kvfleet_server_flags": {"chunk-sizes": 4}},
+        ["--chunk-sizes", "kvfleet_server_flags", "KVF-SET-020"],
+    ),
     "instance name with @": (instance(name="a@b"), ["a@b"]),
 }
 

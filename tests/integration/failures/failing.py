@@ -1,0 +1,133 @@
+"""The host that the rows break, and what its clients saw."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+TESTHOST = ROOT / "scripts" / "testhost"
+HOST = "failures"
+ENGINE = "kvfleet-vllm@tiny.service"
+SERVER = "kvfleet-lmcache@0.service"
+RECORD = ROOT / "docs" / "failures.json"
+
+
+def tool(*words: str, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
+    """The test host's own command."""
+    return subprocess.run([str(TESTHOST), *words], text=True, capture_output=True, check=check, **options)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass
+class Outcome:
+    """What clients saw around one injection."""
+
+    requests: int
+    #: requests that were accepted and ended in an error
+    lost: int
+    #: attempts that found nobody listening
+    refused: int
+    wrong: int
+    recovery_s: float
+    errors: list[str] = field(default_factory=list)
+
+
+class Host:
+    """The host under test."""
+
+    def sh(self, command: str, check: bool = True) -> str:
+        """Output of a shell command on the host, as root."""
+        done = tool("ssh", HOST, command, check=False, timeout=540)
+        if check and done.returncode:
+            raise AssertionError(f"{command!r} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def show(self, unit: str, name: str) -> str:
+        """One property of a unit."""
+        return self.sh(f"systemctl show {unit} -p {name} --value").strip()
+
+    def pid(self, unit: str, pattern: str = "") -> int:
+        """The main process of a unit, or the one of its processes whose name matches ``pattern``."""
+        if not pattern:
+            return int(self.show(unit, "MainPID"))
+        found = self.sh(
+            f"for p in $(grep -l '{unit}' /proc/[0-9]*/cgroup 2>/dev/null | cut -d/ -f3); do"
+            f" grep -q '{pattern}' /proc/$p/comm && echo $p; done; true"
+        ).split()
+        assert found, f"{unit} has no process {pattern}"
+        return int(found[0])
+
+    def health(self, unit: str) -> dict[str, object]:
+        """What the watcher says of a unit."""
+        text = self.sh("cat /run/kvfleet-watch/health.json", check=False)
+        entries = json.loads(text)["units"] if text else []
+        return next((entry for entry in entries if entry["unit"] == unit), {})
+
+    def wait(self, what: str, ask: Callable[[], bool], limit_s: float = 120) -> float:
+        """Seconds until ``ask()`` is true."""
+        began = time.monotonic()
+        while time.monotonic() - began < limit_s:
+            if ask():
+                return time.monotonic() - began
+            time.sleep(1)
+        raise AssertionError(f"{what}: not within {limit_s} s\n{self.journal()}")
+
+    def journal(self) -> str:
+        """The last lines of our units."""
+        return self.sh("journalctl -u 'kvfleet-*' -n 60 -o short-iso --no-pager", check=False)
+
+    def well(self) -> bool:
+        """Whether both units are active and the watcher, in a look after now, finds both well."""
+        return self.sh(f"systemctl is-active {SERVER} {ENGINE}", check=False).split() == ["active", "active"] and all(
+            self.health(unit).get("state") == "ok" for unit in (SERVER, ENGINE)
+        )
+
+    def begin(self, seconds: float = 300) -> None:
+        """Start the load."""
+        self.sh(
+            "rm -f /root/load.jsonl*; nohup python3 /root/client.py load /root/expect.json"
+            f" {seconds} /root/load.jsonl </dev/null >/root/load.out 2>&1 & sleep 3"
+        )
+
+    def end(self, injected: float) -> Outcome:
+        """Stop the load; count what was lost and wrong since ``injected`` (the host's clock)."""
+        self.sh("touch /root/load.jsonl.stop; while test ! -e /root/load.jsonl.done; do sleep 0.2; done")
+        lines = [json.loads(line) for line in self.sh("cat /root/load.jsonl").splitlines()]
+        assert lines, "no request was answered"
+        failed = [line for line in lines if line["error"]]
+        after = [
+            line["ended"] for line in lines if not line["error"] and failed and line["began"] >= failed[-1]["began"]
+        ]
+        recovery = min(after) - injected if failed and after else 0.0
+        slow = [line["ended"] - line["began"] for line in lines if not line["error"]]
+        if not failed and slow:
+            # nothing failed: what a client felt is the longest wait beyond a usual one
+            recovery = max(0.0, max(slow) - sorted(slow)[len(slow) // 2])
+        refused = sum("refused" in line["error"] for line in failed)
+        return Outcome(
+            len(lines) - refused, len(failed) - refused, refused, sum(line["wrong"] for line in lines),
+            round(recovery, 1), sorted({line["error"] for line in failed}),
+        )  # fmt: skip
+
+    def now(self) -> float:
+        """The host's clock."""
+        return float(self.sh("date +%s.%N"))
+
+
+def write_table(entries: dict[str, dict[str, object]]) -> None:
+    """Put the rows into docs/failures.md."""
+    lines = ["| what breaks | seen | lost | refused | wrong | back after |", "|---|---|---|---|---|---|"]
+    for entry in sorted(entries.values(), key=lambda entry: str(entry["row"])):
+        sent = f"{entry['lost']} of {entry['requests']}" if entry["requests"] else "no load"
+        words = (entry["row"], entry["seen"], sent, entry["refused"], entry["wrong"], f"{entry['recovery_s']} s")
+        lines.append(f"| {' | '.join(str(word) for word in words)} |")
+    page = ROOT / "docs" / "failures.md"
+    before, rest = page.read_text().split("<!-- table: written by the tests -->")
+    after = rest.split("<!-- end of table -->")[1]
+    table = "\n".join(lines)
+    page.write_text(f"{before}<!-- table: written by the tests -->\n{table}\n<!-- end of table -->{after}")

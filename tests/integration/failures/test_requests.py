@@ -1,0 +1,176 @@
+"""Clients that misbehave, ports that are taken, a journal that is gone; and what is on the host while all is well."""
+
+import json
+
+import pytest
+from failing import ENGINE, SERVER, Outcome, tool
+
+pytestmark = pytest.mark.root
+
+KEY = "canary-5f2c9b41d7e84a06"
+
+ASK = """
+import json, sys, urllib.error, urllib.request
+body, key = json.loads(sys.argv[1]), sys.argv[2]
+headers = {"Content-Type": "application/json", **({"Authorization": "Bearer " + key} if key else {})}
+request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(), headers)
+try:
+    print(urllib.request.urlopen(request, timeout=60).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+
+def status_of(host, body, key=KEY):
+    """HTTP status of one completion."""
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, **body}
+    host.sh(f"cat > /root/ask.py <<'END'\n{ASK}END")
+    return int(host.sh(f"python3 /root/ask.py '{json.dumps(body)}' '{key}'"))
+
+
+def test_bad_salt_and_oversized_prompt(ready, record):
+    engine = ready.pid(ENGINE)
+    ready.begin()
+    injected = ready.now()
+    salt = [status_of(ready, {"cache_salt": bad}) for bad in ("a@b", "../../etc", "s" * 200)]
+    long = status_of(ready, {"prompt": [300] * 5000})
+    outcome = ready.end(injected)
+    assert salt == [400, 400, 400]
+    assert long == 400
+    assert ready.pid(ENGINE) == engine
+    assert outcome.lost == 0
+    record("bad `cache_salt`, prompt longer than the model allows", outcome, "refused with 400, the engine goes on", 5)
+
+
+def test_a_thousand_aborted_connections(ready, record):
+    engine = ready.pid(ENGINE)
+    abort = """
+import json, socket
+body = json.dumps({"model": "tiny", "prompt": [400] * 300, "max_tokens": 64, "stream": True}).encode()
+lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Authorization: Bearer KEY", "Content-Type: application/json"]
+head = "".join(line + "\\r\\n" for line in [*lines, f"Content-Length: {len(body)}", ""]).encode()
+for number in range(1000):
+    with socket.create_connection(("127.0.0.1", 8000), timeout=30) as connection:
+        connection.sendall(head + (body if number % 2 else body[:20]))
+""".replace("KEY", KEY)
+    ready.begin()
+    injected = ready.now()
+    ready.sh(f"python3 - <<'END'\n{abort}END")
+    ready.wait("well", ready.well)
+    outcome = ready.end(injected)
+    assert ready.pid(ENGINE) == engine
+    assert outcome.lost == 0
+    descriptors = int(ready.sh(f"ls /proc/{engine}/fd | wc -l"))
+    assert descriptors < 300
+    record("1000 aborted connections", outcome, "each aborted request is dropped; file descriptors come back", 30)
+
+
+def test_port_taken_at_start(ready, record):
+    ready.sh(f"systemctl stop {ENGINE}")
+    squat = "nohup python3 -m http.server 8000 --bind 127.0.0.1 </dev/null >/dev/null 2>&1 &"
+    ready.sh(f"{squat} echo $! > /root/squatter; sleep 1")
+    ready.sh(f"systemctl start --no-block {ENGINE}")
+    ready.wait("the start fails", lambda: int(ready.show(ENGINE, "NRestarts")) >= 1, 90)
+    text = ready.sh(f"journalctl -u {ENGINE} -n 200 -o cat")
+    assert "Address already in use" in text
+    ready.sh("kill $(cat /root/squatter)")
+    injected = ready.now()
+    ready.wait("back without a hand", ready.well, 120)
+    seconds = round(ready.now() - injected, 1)
+    record(
+        "port taken at start",
+        Outcome(0, 0, 0, 0, seconds),
+        "each start fails with 'Address already in use'; served once it is free",
+        90,
+    )
+
+
+def test_journal_down(ready, record):
+    engine = ready.pid(ENGINE)
+    ready.begin()
+    injected = ready.now()
+    sockets = "systemd-journald.socket systemd-journald-dev-log.socket systemd-journald-audit.socket"
+    journal = f"{sockets} systemd-journald.service"
+    ready.sh(f"systemctl stop {journal} 2>/dev/null; sleep 15; systemctl start {journal}", check=False)
+    ready.wait("well", ready.well)
+    outcome = ready.end(injected)
+    seen = "kept running" if ready.pid(ENGINE) == engine else "was restarted"
+    record("journald down for 15 s", outcome, f"the instance {seen}")
+
+
+def test_exposure_is_printed_and_low(ready, capsys):
+    for unit in (SERVER, ENGINE, "kvfleet-watch.service"):
+        done = tool("ssh", "failures", f"systemd-analyze security --no-pager {unit} | tail -1")
+        with capsys.disabled():
+            print(done.stdout.strip())
+        exposure = float(done.stdout.split(": ")[1].split()[0])
+        assert exposure <= 3.0
+
+
+def test_key_is_nowhere_but_where_it_belongs(ready):
+    assert status_of(ready, {}) == 200
+    assert status_of(ready, {}, "") == 401
+    assert status_of(ready, {}, "wrong") == 401
+    # a pattern that its own command line does not match
+    pattern = f"'canary-[5]{KEY.removeprefix('canary-5')}'"
+    assert ready.sh(f"grep -la {pattern} /proc/[0-9]*/cmdline 2>/dev/null; true") == ""
+    assert KEY not in ready.sh(f"systemctl show {ENGINE} {SERVER} kvfleet-watch.service")
+    assert ready.sh(f"journalctl --no-pager | grep -c {pattern}; true").strip() == "0"
+    places = "/etc /opt/kvfleet/libexec /var/lib/kvfleet /var/lib/kvfleet-watch /run/kvfleet /run/kvfleet-watch"
+    found = ready.sh(f"grep -rl {pattern} {places} 2>/dev/null; true").split()
+    assert found == ["/etc/kvfleet/credentials/api_key"]
+    assert ready.sh("stat -c '%a %U' /etc/kvfleet/credentials/api_key").split() == ["600", "root"]
+
+
+def test_leftovers_of_a_killed_run_go_and_those_of_others_stay(ready):
+    make = """
+import mmap, os, time
+for name in ("psm_left", "psm_mapped"):
+    with open(f"/dev/shm/{name}", "wb") as file:
+        file.write(b"x" * 4096)
+with open("/dev/shm/psm_mapped", "r+b") as file:
+    kept = mmap.mmap(file.fileno(), 4096)
+time.sleep(600)
+"""
+    ready.sh(f"cat > /tmp/make.py <<'END'\n{make}END\nchmod 644 /tmp/make.py")
+    ready.sh(
+        "nohup setpriv --reuid kvfleet --regid kvfleet --clear-groups python3 /tmp/make.py"
+        " </dev/null >/dev/null 2>&1 & echo $! > /root/maker"
+    )
+    ready.sh("echo root > /dev/shm/psm_root; sleep 7")
+    try:
+        ready.sh(f"systemctl restart {ENGINE}")
+        ready.wait("well", ready.well)
+        left = ready.sh("ls /dev/shm").split()
+        assert "psm_left" not in left
+        assert {"psm_mapped", "psm_root"} <= set(left)
+    finally:
+        ready.sh("kill $(cat /root/maker); rm -f /dev/shm/psm_mapped /dev/shm/psm_root")
+
+
+def test_listeners_are_those_of_the_plan(ready):
+    """``ss`` shows the planned sockets on loopback, and nothing of ours that another host could reach."""
+    lines = ready.sh("ss -Hltnp").splitlines()
+    ours = [line.split() for line in lines if any(name in line for name in ("vllm", "VLLM", "lmcache", "python"))]
+    addresses = {words[3] for words in ours}
+    assert {"127.0.0.1:8000", "127.0.0.1:5555", "127.0.0.1:8080"} <= addresses
+    assert all(address.startswith(("127.", "[::1]")) for address in addresses)
+
+
+def test_start_limit_ends_a_restart_loop_with_an_alert(ready):
+    """A unit that dies again and again stays down, and an alert file says so."""
+    folder = f"/run/systemd/system/{ENGINE}.d"
+    alert = f"/var/lib/kvfleet-watch/alerts/{ENGINE}.json"
+    lines = ["[Unit]", "StartLimitBurst=2", "[Service]", "RestartSec=1", "ExecStartPre=/bin/false"]
+    ready.sh(f"mkdir -p {folder}; printf '%s\\n' {' '.join(lines)} > {folder}/loop.conf; systemctl daemon-reload")
+    try:
+        ready.sh(f"systemctl kill -s KILL {ENGINE}")
+        ready.wait("systemd gives up", lambda: ready.show(ENGINE, "ActiveState") == "failed", 60)
+        ready.wait("the alert", lambda: ready.sh(f"ls {alert}", check=False) != "", 30)
+        said = json.loads(ready.sh(f"cat {alert}"))
+        assert said["state"] == "failed"
+        assert "reset-failed" in said["fix"]
+    finally:
+        ready.sh(f"rm -r {folder}; systemctl daemon-reload; systemctl reset-failed {ENGINE}; systemctl start {ENGINE}")
+    ready.wait("well", ready.well)
+    ready.wait("the alert goes", lambda: ready.sh(f"ls {alert}", check=False) == "", 30)
