@@ -55,11 +55,18 @@ HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
 #: Public variables of other parts; the planner only has to know that they exist.
 OTHER_NAMES = frozenset(
     [
+        "kvfleet_batches",
+        "kvfleet_drain_command",
+        "kvfleet_drain_deadline_s",
         "kvfleet_host_facts_file",
+        "kvfleet_max_fail_percentage",
         "kvfleet_model_config_file",
         "kvfleet_plan",
         "kvfleet_service_user",
+        "kvfleet_skip_unreachable",
+        "kvfleet_support_dir",
         "kvfleet_templates_dir",
+        "kvfleet_undrain_command",
     ]
 )
 
