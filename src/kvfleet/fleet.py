@@ -335,11 +335,11 @@ def total(action: Action, run: PlaybookRun, hosts: Mapping[str, HostResult]) -> 
 
     A refusal means that nothing was changed anywhere; where another host was changed, a person has to look.
     """
+    if not run.complete and (hosts or run.status in ("canceled", "timeout")):
+        return Exit.NEEDS_A_PERSON
     if not hosts:
         return Exit.REFUSED
     worst = max(host.exit for host in hosts.values())
-    if not run.complete:
-        return Exit.NEEDS_A_PERSON
     if worst == Exit.REFUSED and any(host.changed for host in hosts.values()):
         return Exit.NEEDS_A_PERSON
     if worst == Exit.PROVED and run.rc != 0:
