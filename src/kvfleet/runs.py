@@ -96,9 +96,15 @@ class Collector:
             self._on_event(event)
         return False
 
-    def settle_rescues(self, stats: Event) -> None:
-        """A host that Ansible counts as not failed at the end had its failures rescued."""
+    def settle(self, stats: Event) -> None:
+        """Let Ansible's final counts correct ours.
+
+        A host that it counts as not failed had its failures rescued. A task with ``no_log`` hides in its event that it
+        changed something; the count does not.
+        """
         for name, host in self.hosts.items():
+            hidden = int((stats.get("changed") or {}).get(name, 0)) - len(host.changed)
+            host.changed += ["a task whose output is hidden"] * max(0, hidden)
             if name not in (stats.get("failures") or {}) and (stats.get("rescued") or {}).get(name):
                 host.rescued += host.failures
                 host.failures = []
@@ -153,7 +159,15 @@ def run_playbook(
             on_event(event)
 
     collector = Collector(watch)
-    cancel = cancel or threading.Event()
+    deadline = time.monotonic() + timeout_s
+    asked = cancel or threading.Event()
+    late = False
+
+    def stop() -> bool:
+        nonlocal late
+        late = late or time.monotonic() > deadline
+        return late or asked.is_set()
+
     private = Path(tempfile.mkdtemp(prefix="kvfleet-run-"))
     started = time.monotonic()
     try:
@@ -167,7 +181,7 @@ def run_playbook(
                 limit=limit,
                 event_handler=collector,
                 # without it ansible-runner would take over the process's signals
-                cancel_callback=cancel.is_set,
+                cancel_callback=stop,
                 quiet=not show_output,
                 suppress_env_files=True,
                 envvars={
@@ -175,7 +189,6 @@ def run_playbook(
                     # ansible-playbook of this very environment, not another one on the PATH
                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 },
-                settings={"idle_timeout": 3600, "job_timeout": timeout_s, "pexpect_timeout": 1},
             )
             output = runner.stdout.read()
     finally:
@@ -183,11 +196,10 @@ def run_playbook(
     if keep_output is not None:
         keep_output.write_text(output)
     if final:
-        collector.settle_rescues(final)
+        collector.settle(final)
+    status = "timeout" if late and runner.status == "canceled" else str(runner.status)
     tail = "".join(output.splitlines(keepends=True)[-20:])
-    return PlaybookRun(
-        str(runner.status), int(runner.rc), time.monotonic() - started, collector.hosts, collector.complete, tail
-    )
+    return PlaybookRun(status, int(runner.rc), time.monotonic() - started, collector.hosts, collector.complete, tail)
 
 
 def _count(host: HostRun, kind: str, data: Event) -> None:

@@ -120,8 +120,9 @@ PLAYBOOK = """
   gather_facts: false
   tasks:
     - name: Use the secret
-      ansible.builtin.command: sh -c 'cat /proc/[0-9]*/cmdline 2>/dev/null | tr "\\\\0" " " > {{ folder }}/argv'
-      environment: {WORD: "{{ smoke_benchmark_api_key }}"}
+      ansible.builtin.command:
+        argv: [sh, -c, 'cat > /dev/null; cat /proc/[0-9]*/cmdline 2>/dev/null | tr "\\0" " " > {{ folder }}/argv']
+        stdin: "{{ smoke_benchmark_api_key }}"
       no_log: true
     - name: Wait
       ansible.builtin.command: sleep {{ seconds | default(0) }}
@@ -164,10 +165,12 @@ def test_a_real_run_reports_and_leaves_no_secret(small: Path) -> None:
     assert {one.verdict for one in done.hosts.values()} == {Verdict.FAILED}
     assert done.exit == Exit.NEEDS_A_PERSON
     assert [event.play for event in events if event.kind == "play"] == ["First part", "Second part"]
+    # the event of a task with no_log tells nothing, Ansible's final count does
     assert {(event.host, event.state) for event in events if event.task == "Use the secret" and event.state} == {
-        ("h1", "changed"),
-        ("h2", "changed"),
+        ("h1", "ok"),
+        ("h2", "ok"),
     }
+    assert done.hosts["h1"].changed == ("a task whose output is hidden",)
     assert done.artifacts is not None
     assert done.artifacts.stat().st_mode & 0o777 == 0o700
     assert json.loads((done.artifacts / "result.json").read_text())["hosts"]["h1"]["verdict"] == "failed"

@@ -86,5 +86,7 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 def untouched(host: str) -> bool:
     """Whether the host has nothing that a deploy makes."""
-    listed = ssh(host, "ls -d /opt/kvfleet /etc/kvfleet /var/lib/kvfleet /etc/systemd/system/kvfleet* 2>/dev/null; true")
+    listed = ssh(
+        host, "ls -d /opt/kvfleet /etc/kvfleet /var/lib/kvfleet /etc/systemd/system/kvfleet* 2>/dev/null; true"
+    )
     return listed.strip() == ""
