@@ -97,6 +97,11 @@ PARTS = (
     ),
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
+    Part(
+        "fleet refused",
+        ALL,
+        (pytest("tests/integration/fleet/test_refused.py", report="fleet-refused", markers="root"),),
+    ),
     Part("profiles", ALL, (molecule("profiles"),)),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),
 )

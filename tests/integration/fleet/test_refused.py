@@ -1,4 +1,7 @@
-"""A rollout over three real hosts that must not begin, or must end at the canary; no engine is needed for either."""
+"""A rollout over three real hosts that must not begin, or must end at the canary; no engine is needed for either.
+
+Every deploy here names a bundle that does not exist: should a refusal fail to come, it still ends before an engine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def deploy(folder: Path, changes: dict[str, dict[str, Any]] | None = None, *words: str) -> tuple[int, dict[str, Any]]:
-    done = kvfleet("deploy", "-i", str(write_inventory(folder, HOSTS, changes)), "--json", *words)
+    done = kvfleet(
+        "deploy",
+        "-i",
+        str(write_inventory(folder, HOSTS, changes)),
+        "--json",
+        "-e",
+        "engine_bundle=/nonexistent",
+        *words,
+    )
     return done.returncode, result_of(done)
 
 
@@ -60,7 +71,7 @@ def test_a_disk_missing_on_one_host_stops_all_before_any_change(folder: Path) ->
 
 
 def test_an_unreachable_host_is_listed_and_stops_the_others(folder: Path) -> None:
-    status, result = deploy(folder, {"fleet-c": {"ansible_ssh_common_args": "-o Port=1 -o ConnectTimeout=2"}})
+    status, result = deploy(folder, {"fleet-c": {"ansible_port": 1}})
     assert status == 2
     assert verdicts(result) == {"fleet-a": "not started", "fleet-b": "not started", "fleet-c": "unreachable"}
     assert all(map(untouched, HOSTS))
@@ -68,7 +79,7 @@ def test_an_unreachable_host_is_listed_and_stops_the_others(folder: Path) -> Non
 
 def test_a_failing_canary_leaves_the_others_untouched(folder: Path) -> None:
     # the bundle is looked for after the first changes on the canary, so this failure is one in the middle
-    status, result = deploy(folder, None, "-e", "engine_bundle=/nonexistent")
+    status, result = deploy(folder)
     assert status == 4
     assert verdicts(result) == {"fleet-a": "failed", "fleet-b": "not started", "fleet-c": "not started"}
     reasons = " ".join(result["hosts"]["fleet-a"]["reasons"])
