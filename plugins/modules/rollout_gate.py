@@ -37,6 +37,10 @@ options:
     description: The units of kvfleet that run on each active host, by host.
     type: dict
     default: {}
+  serials:
+    description: The C(cache_disk_serial) of each active host that wants a disk tier, by host; no two may be the same.
+    type: dict
+    default: {}
   canaries:
     description: Hosts of the inventory's group C(kvfleet_canary).
     type: list
@@ -107,6 +111,7 @@ def main() -> None:
             "active": {"type": "list", "elements": "str", "required": True},
             "errors": {"type": "dict", "default": {}},
             "serving": {"type": "dict", "default": {}},
+            "serials": {"type": "dict", "default": {}},
             "canaries": {"type": "list", "elements": "str", "default": []},
             "batches": {"type": "raw"},
             "max_fail_percentage": {"type": "float", "default": 0},
@@ -140,6 +145,7 @@ def main() -> None:
     reasons = dict.fromkeys(lost, "it is unreachable or failed while it was planned, see above")
     found = [("all hosts", finding) for finding in wrong]
     found += rollout.refusals(hosts, reasons, skip_unreachable=options["skip_unreachable"])
+    found += rollout.shared_serials({name: str(serial or "") for name, serial in options["serials"].items()})
     text = rollout.table(found, len(options["hosts"])) if found else ""
     if found and options["refuse"]:
         module.fail_json(msg=text, table=text, lost=lost)

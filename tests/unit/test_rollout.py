@@ -127,6 +127,18 @@ def test_the_gate_refuses_with_one_table(capsys: pytest.CaptureFixture[str]) -> 
     assert answer["lost"] == ["b"]
 
 
+def test_no_two_hosts_name_the_same_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = call(capsys, stage="plan", hosts=["a", "b", "c"], active=["a", "b", "c"],
+                  serials={"a": "S1", "b": "S2", "c": "S1"})  # fmt: skip
+    assert answer["failed"]
+    assert "KVF-DISK-056" in str(answer["msg"])
+    assert "S1 is the same on a, c" in str(answer["msg"])
+    assert "S2" not in str(answer["msg"])
+    assert "failed" not in call(
+        capsys, stage="plan", hosts=["a", "b"], active=["a", "b"], serials={"a": "", "b": "", "c": "S1"}
+    )
+
+
 def test_the_gate_between_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "failed" not in call(capsys, stage="wave", hosts=["a", "b"], active=["a"], max_fail_percentage=50)
     stopped = call(capsys, stage="wave", hosts=["a", "b"], active=["a"], max_fail_percentage=49)

@@ -117,6 +117,28 @@ def refusals(
     return found
 
 
+def shared_serials(serials: Mapping[str, str]) -> list[tuple[str, Finding]]:
+    """Hosts that name the same cache disk (``cache_disk_serial`` by host; empty ones do not count): KVF-DISK-056."""
+    owners: dict[str, list[str]] = {}
+    for host, serial in serials.items():
+        if serial:
+            owners.setdefault(serial, []).append(host)
+    return [
+        (
+            host,
+            Finding(
+                "KVF-DISK-056",
+                f"cache_disk_serial {serial} is the same on {', '.join(sorted(hosts))}.",
+                "Set cache_disk_device, cache_disk_serial and cache_disk_wipe_serial per host (host_vars), never for a "
+                "group or with -e.",
+            ),
+        )
+        for serial, hosts in sorted(owners.items())
+        if len(hosts) > 1
+        for host in sorted(hosts)
+    ]
+
+
 def table(found: Sequence[tuple[str, Finding]], hosts: int) -> str:
     """The refusals of all hosts as one text: a line a finding, hosts aligned, what to do below the last."""
     width = max((len(name) for name, _ in found), default=0)
