@@ -119,6 +119,11 @@ PARTS = (
     Part("proof article", ALL, (pytest(f"{PROOF}/test_article.py", report="proof-article", markers="root"),)),
     Part("proxy", ALL, (pytest("tests/integration/proxy", report="proxy", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
+    Part(
+        "fleet refused",
+        ALL,
+        (pytest("tests/integration/fleet/test_refused.py", report="fleet-refused", markers="root"),),
+    ),
     Part("profiles", ALL, (molecule("profiles"),)),
     *(
         # each row breaks a real service and waits until it is back

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ import ansible_runner
 from kvfleet.checkout import ROOT
 
 Event = Mapping[str, Any]
+
+#: our modules whose last answer per host is kept, because verdicts and reasons are read from them
+ANSWERS = ("kv_plan", "proof_state", "bench_verdict", "host_status", "host_traffic", "rollout_gate")
 
 
 @dataclass
@@ -28,8 +34,16 @@ class HostRun:
     skipped: int = 0
     changed: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    #: failures that a rescue took care of
+    rescued: list[str] = field(default_factory=list)
     unreachable: bool = False
+    #: what the gate of the rollout said, on the host for which it ran
+    gate: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
+    #: the last result of each of our modules in :data:`ANSWERS`
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: seconds from the start of the run to this host's last task
+    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -58,6 +72,64 @@ class PlaybookRun:
         return self.complete and self.rc == 0 and all(host.ok for host in self.hosts.values())
 
 
+class Collector:
+    """Turns the events of one run into :class:`HostRun` objects; one object a run, fed by one thread."""
+
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
+        self.hosts: dict[str, HostRun] = {}
+        self.complete = False
+        self._on_event = on_event
+        self._started = time.monotonic()
+
+    def __call__(self, event: Event) -> bool:
+        """Take one event; False tells ansible-runner that it need not keep the event on disk."""
+        data = event.get("event_data") or {}
+        kind = str(event.get("event", ""))
+        if kind == "playbook_on_stats":
+            self.complete = True
+        elif kind in ("runner_on_ok", "runner_on_failed", "runner_on_skipped", "runner_on_unreachable"):
+            name = str(data["host"])
+            host = self.hosts.setdefault(name, HostRun(name))
+            host.seconds = time.monotonic() - self._started
+            _count(host, kind, data)
+        if self._on_event is not None:
+            self._on_event(event)
+        return False
+
+    def settle(self, stats: Event) -> None:
+        """Let Ansible's final counts correct ours.
+
+        A host that it counts as not failed had its failures rescued. A task with ``no_log`` hides in its event that it
+        changed something; the count does not.
+        """
+        for name, host in self.hosts.items():
+            hidden = int((stats.get("changed") or {}).get(name, 0)) - len(host.changed)
+            host.changed += ["a task whose output is hidden"] * max(0, hidden)
+            if name not in (stats.get("failures") or {}) and (stats.get("rescued") or {}).get(name):
+                host.rescued += host.failures
+                host.failures = []
+
+
+@contextmanager
+def variables_without_trace(extra_vars: Mapping[str, Any] | None) -> Iterator[list[str]]:
+    """Arguments of ansible-playbook for ``extra_vars``, which stand neither in them nor on a disk.
+
+    The variables lie in memory, in a file of this user alone that is gone when the block ends.
+    """
+    if not extra_vars:
+        yield []
+        return
+    memory = Path("/dev/shm")  # noqa: S108 - its folder below is made for this call with mode 0700
+    folder = Path(tempfile.mkdtemp(prefix="kvfleet-", dir=memory if memory.is_dir() else None))
+    try:
+        path = folder / "vars.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(dict(extra_vars)))
+        yield ["-e", f"@{path}"]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def run_playbook(
     playbook: Path,
     inventory: Path,
@@ -66,51 +138,68 @@ def run_playbook(
     limit: str | None = None,
     on_event: Callable[[Event], None] | None = None,
     show_output: bool = False,
+    cancel: threading.Event | None = None,
+    timeout_s: float = 6 * 3600,
+    arguments: Sequence[str] = (),
+    keep_output: Path | None = None,
 ) -> PlaybookRun:
     """Run ``playbook`` against ``inventory`` and return what happened; never raises for a failing host.
 
-    The private directory is fresh and removed afterwards: nothing of one run can leak into the next, and no variable
-    is left on disk. ``on_event`` gets every event of ansible-runner; ``show_output`` lets Ansible's own text through.
+    The private directory is fresh, for this user alone (0700), and removed afterwards: nothing of one run can leak into
+    the next, and no variable is left on disk. ``on_event`` gets every event of ansible-runner; ``show_output`` lets
+    Ansible's own text through. ``cancel`` ends the run soon after it is set, ``timeout_s`` seconds after its start;
+    both leave a run that is not complete. ``keep_output`` is a file for Ansible's own text. Safe to call from threads.
     """
-    hosts: dict[str, HostRun] = {}
-    complete = False
+    final: dict[str, Any] = {}
 
-    def collect(event: Event) -> bool:
-        nonlocal complete
-        data = event.get("event_data") or {}
-        kind = event.get("event", "")
-        if kind == "playbook_on_stats":
-            complete = True
-        elif kind in ("runner_on_ok", "runner_on_failed", "runner_on_skipped", "runner_on_unreachable"):
-            _count(hosts.setdefault(data["host"], HostRun(data["host"])), kind, data)
+    def watch(event: Event) -> None:
+        if event.get("event") == "playbook_on_stats":
+            final.update(event.get("event_data") or {})
         if on_event is not None:
             on_event(event)
-        return False  # ansible-runner need not keep the event on disk
+
+    collector = Collector(watch)
+    deadline = time.monotonic() + timeout_s
+    asked = cancel or threading.Event()
+    late = False
+
+    def stop() -> bool:
+        nonlocal late
+        late = late or time.monotonic() > deadline
+        return late or asked.is_set()
 
     private = Path(tempfile.mkdtemp(prefix="kvfleet-run-"))
     started = time.monotonic()
     try:
-        runner = ansible_runner.run(
-            private_data_dir=str(private),
-            project_dir=str(ROOT),
-            playbook=str(playbook),
-            inventory=str(inventory),
-            extravars=dict(extra_vars or {}),
-            limit=limit,
-            event_handler=collect,
-            quiet=not show_output,
-            suppress_env_files=True,
-            envvars={
-                "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-                # ansible-playbook of this very environment, not another one on the PATH
-                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            },
-            settings={"idle_timeout": 3600, "job_timeout": 6 * 3600, "pexpect_timeout": 30},
-        )
-        tail = "".join(runner.stdout.readlines()[-20:])
+        with variables_without_trace(extra_vars) as words:
+            runner = ansible_runner.run(
+                private_data_dir=str(private),
+                project_dir=str(ROOT),
+                playbook=str(playbook),
+                inventory=str(inventory),
+                cmdline=" ".join([*words, *arguments]) or None,
+                limit=limit,
+                event_handler=collector,
+                # without it ansible-runner would take over the process's signals
+                cancel_callback=stop,
+                quiet=not show_output,
+                suppress_env_files=True,
+                envvars={
+                    "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+                    # ansible-playbook of this very environment, not another one on the PATH
+                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+                },
+            )
+            output = runner.stdout.read()
     finally:
         shutil.rmtree(private, ignore_errors=True)
-    return PlaybookRun(str(runner.status), int(runner.rc), time.monotonic() - started, hosts, complete, tail)
+    if keep_output is not None:
+        keep_output.write_text(output)
+    if final:
+        collector.settle(final)
+    status = "timeout" if late and runner.status == "canceled" else str(runner.status)
+    tail = "".join(output.splitlines(keepends=True)[-20:])
+    return PlaybookRun(status, int(runner.rc), time.monotonic() - started, collector.hosts, collector.complete, tail)
 
 
 def _count(host: HostRun, kind: str, data: Event) -> None:
@@ -122,10 +211,15 @@ def _count(host: HostRun, kind: str, data: Event) -> None:
     if kind == "runner_on_unreachable":
         host.unreachable = True
         host.failures.append(f"unreachable: {result.get('msg', 'no reason given')}")
+    elif kind == "runner_on_failed" and data.get("task_action") == "rollout_gate":
+        # it runs once for all: what it says is about the rollout, not about the host that it ran for
+        host.gate = str(result.get("msg", ""))
     elif kind == "runner_on_failed" and not data.get("ignore_errors"):
         host.failures.append(f"{data.get('task', '?')}: {result.get('msg', 'no reason given')}")
     elif result.get("changed"):
         host.changed.append(str(data.get("task", "?")))
+    if data.get("task_action") in ANSWERS and kind == "runner_on_ok":
+        host.answers[str(data["task_action"])] = result
     facts = result.get("ansible_facts")
     if isinstance(facts, dict):
         host.facts.update(facts)

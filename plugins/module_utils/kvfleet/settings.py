@@ -62,11 +62,18 @@ OTHER_NAMES = frozenset(
     [
         "kvfleet_api_key",
         "kvfleet_api_proxy",
+        "kvfleet_batches",
+        "kvfleet_drain_command",
+        "kvfleet_drain_deadline_s",
         "kvfleet_host_facts_file",
+        "kvfleet_max_fail_percentage",
         "kvfleet_model_config_file",
         "kvfleet_plan",
         "kvfleet_service_user",
+        "kvfleet_skip_unreachable",
+        "kvfleet_support_dir",
         "kvfleet_templates_dir",
+        "kvfleet_undrain_command",
     ]
 )
 

@@ -14,6 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvfleet import fleet
+from kvfleet.commands.fleet import perform
 from kvfleet.core.findings import refuse
 from kvfleet.core.hostcheck import check_recorded
 from kvfleet.core.plan_text import Row, host_rows, instance_rows, session_rows
@@ -30,7 +32,16 @@ class Format(StrEnum):
 
 
 def plan(
-    host: Annotated[Path, typer.Option(help="Host description, as the module host_facts returns it.")],
+    host: Annotated[
+        Path | None, typer.Option(help="Host description, as the module host_facts returns it; or give -i.")
+    ] = None,
+    inventory: Annotated[
+        Path | None, typer.Option("--inventory", "-i", help="Plan the hosts of this inventory; changes nothing.")
+    ] = None,
+    limit: Annotated[str | None, typer.Option("--limit", "-l", help="With -i: only these hosts.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With -i: events and the result as JSON, one object a line.")
+    ] = False,
     model: Annotated[
         Path | None, typer.Option(help="Model directory or its config.json; instances may name their own with --set.")
     ] = None,
@@ -43,10 +54,17 @@ def plan(
     output: Annotated[Format, typer.Option("--format", help="Print for people or for machines.")] = Format.TABLE,
     releases_file: Annotated[Path | None, typer.Option("--releases", help="Another releases.yml.")] = None,
 ) -> int:
-    """Compute the plan of a host from its description; exit status 2 when the plan has errors."""
+    """Compute the plan of a host from its description, or of an inventory's hosts; exit status 2 with errors."""
+    if (host is None) == (inventory is None):
+        raise typer.BadParameter("give either --host (a description) or --inventory (hosts to ask)")
     if (sessions is None) != (context is None):
         raise typer.BadParameter("--sessions and --context go together")
     values = read_settings(settings or [])
+    if inventory is not None:
+        if sessions is not None:
+            values |= {"host_plan_sessions": sessions, "host_plan_context": context}
+        return perform(fleet.Action.PLAN, inventory, limit=limit, variables=values, as_json=as_json)
+    assert host is not None  # noqa: S101 - one of both was given, see above
     if model is not None:
         values.setdefault("kvfleet_model", str(model))
     made = make_plan(

@@ -1,0 +1,265 @@
+"""The Python API: verdicts from what a run saw, and real runs of small playbooks through ansible-runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvfleet import fleet, runs
+from kvfleet.core.findings import KvfleetError
+from kvfleet.exits import Exit
+from kvfleet.fleet import Action, FleetEvent, Verdict, judge, rotate, summarise, total
+from kvfleet.runs import HostRun, PlaybookRun
+
+PROVED = {"bench_verdict": {"accepted": True, "line": "h pass 3 req/s"}}
+STANDS = {"proof_state": {"proved": True, "line": "unchanged"}}
+BACK = {"rollout_outcome": "restored"}
+PLAN = {"release": {"id": "r1"}, "profile": "disk", "errors": []}
+
+
+def host(name: str = "h", **fields: Any) -> HostRun:
+    return HostRun(name, **fields)
+
+
+@pytest.mark.parametrize(
+    ("action", "fields", "verdict"),
+    [
+        (Action.DEPLOY, {"answers": PROVED, "changed": ["x"]}, Verdict.PROVED),
+        (Action.DEPLOY, {"answers": STANDS}, Verdict.PROVED),
+        (Action.DEPLOY, {"answers": {"proof_state": {"proved": False}}}, Verdict.NOT_STARTED),
+        (Action.DEPLOY, {"answers": {**STANDS, "bench_verdict": {}}, "changed": ["x"]}, Verdict.FAILED),
+        (Action.DEPLOY, {"changed": ["x"]}, Verdict.FAILED),
+        (Action.DEPLOY, {}, Verdict.NOT_STARTED),
+        (Action.DEPLOY, {"facts": {"kvfleet_plan": {"errors": [{}]}}}, Verdict.REFUSED),
+        (Action.DEPLOY, {"failures": ["no"]}, Verdict.REFUSED),
+        (Action.DEPLOY, {"failures": ["no"], "changed": ["x"]}, Verdict.FAILED),
+        (Action.DEPLOY, {"answers": STANDS, "failures": ["no"], "changed": ["x"]}, Verdict.FAILED),
+        (Action.DEPLOY, {"facts": BACK, "failures": ["no"], "changed": ["x"]}, Verdict.RESTORED),
+        (Action.DEPLOY, {"facts": {"rollout_outcome": "failed"}, "failures": ["no"], "changed": ["x"]}, Verdict.FAILED),
+        (Action.DEPLOY, {"facts": BACK, "unreachable": True}, Verdict.UNREACHABLE),
+        (Action.UPGRADE, {"facts": {"upgrade_outcome": "kept"}, "failures": ["no"]}, Verdict.RESTORED),
+        (Action.PLAN, {"facts": {"kvfleet_plan": PLAN}}, Verdict.PLANNED),
+        (Action.PLAN, {}, Verdict.REFUSED),
+        (Action.STATUS, {"answers": {"host_status": {"state": "ok"}}}, Verdict.AS_WANTED),
+        (Action.STATUS, {"answers": {"host_status": {"state": "drift"}}}, Verdict.DRIFT),
+        (Action.STATUS, {}, Verdict.DRIFT),
+    ],
+)  # fmt: skip
+def test_verdicts(action: Action, fields: dict[str, Any], verdict: Verdict) -> None:
+    assert judge(action, host(**fields), complete=True) is verdict
+
+
+@pytest.mark.parametrize("action", list(Action))
+def test_a_run_without_final_statistics_is_never_good(action: Action) -> None:
+    good = {**STANDS, "host_status": {"state": "ok"}}
+    seen = host(answers=good, facts={"kvfleet_plan": PLAN})
+    assert judge(action, seen, complete=False) not in (Verdict.PROVED, Verdict.PLANNED, Verdict.AS_WANTED)
+    run = PlaybookRun("successful", 0, 1.0, {"h": seen}, complete=False)
+    assert total(action, run, summarise(action, run)) == Exit.NEEDS_A_PERSON
+
+
+def finished(*hosts: HostRun, rc: int = 0) -> PlaybookRun:
+    return PlaybookRun("successful" if rc == 0 else "failed", rc, 1.0, {one.name: one for one in hosts}, True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rc", "status"),
+    [
+        ([host("a", answers=STANDS), host("b", answers=STANDS)], 0, 0),
+        # Ansible says it failed although every host is well: nobody knows what did
+        ([host("a", answers=STANDS)], 2, 4),
+        ([host("a", facts={"kvfleet_plan": {"errors": [{}]}}), host("b")], 2, 2),
+        ([host("a", unreachable=True, failures=["unreachable: gone"]), host("b")], 4, 2),
+        ([host("a", unreachable=True, failures=["unreachable: gone"]), host("b", answers=STANDS)], 4, 4),
+        ([host("a", facts=BACK, failures=["no"], changed=["x"]), host("b")], 2, 3),
+        ([host("a", answers=PROVED, changed=["x"]), host("b")], 2, 4),
+        ([], 1, 2),
+    ],
+)
+def test_the_exit_status_of_a_rollout(hosts: list[HostRun], rc: int, status: int) -> None:
+    run = finished(*hosts, rc=rc)
+    assert total(Action.DEPLOY, run, summarise(Action.DEPLOY, run)) == status
+
+
+def test_a_host_that_did_not_have_its_turn_says_who_stopped_it() -> None:
+    run = finished(host("a", failures=["Prove it: no"], changed=["x"]), host("b"), rc=2)
+    assert summarise(Action.DEPLOY, run)["b"].reasons == ("the run stopped at a",)
+
+
+def test_results_carry_no_secret() -> None:
+    canary = "canary-Zx81-never-to-be-seen"
+    plan = {**PLAN, "instances": [{"environment": {"VLLM_API_KEY": canary}}]}
+    run = finished(host(facts={"kvfleet_plan": plan}, failures=[f"the engine said {canary}"], changed=["x"]), rc=2)
+    assert canary not in json.dumps(summarise(Action.DEPLOY, run)["h"].as_dict(whole=True))
+
+
+def test_only_the_newest_runs_stay(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"2026-01-0{number + 1}T00").mkdir()
+    (tmp_path / "note.txt").write_text("mine")
+    rotate(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2026-01-04T00", "2026-01-05T00", "note.txt"]
+    assert rotate(tmp_path / "none", 2) == []
+
+
+# ------------------------------------------------------------------------------------------ real runs of ansible-runner
+
+CANARY = "canary-Qq17-in-no-file"
+
+PLAYBOOK = """
+- name: First part
+  hosts: all
+  gather_facts: false
+  tasks:
+    - name: Use the secret
+      ansible.builtin.command:
+        argv: [sh, -c, 'cat > /dev/null; cat /proc/[0-9]*/cmdline 2>/dev/null | tr "\\0" " " > {{ folder }}/argv']
+        stdin: "{{ smoke_benchmark_api_key }}"
+      no_log: true
+    - name: Wait
+      ansible.builtin.command: sleep {{ seconds | default(0) }}
+      changed_when: false
+- name: Second part
+  hosts: all
+  gather_facts: false
+  tasks:
+    - name: Break where told
+      ansible.builtin.command: "{{ command | default('true') }}"
+      changed_when: false
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An inventory of two local hosts, and a small playbook in the place of deploying."""
+    (tmp_path / "hosts.ini").write_text(
+        "".join(f"h{n} ansible_connection=local ansible_python_interpreter={sys.executable}\n" for n in (1, 2))
+    )
+    (tmp_path / "play.yml").write_text(PLAYBOOK)
+    monkeypatch.setattr(fleet, "_PLAYBOOKS", {Action.DEPLOY: str(tmp_path / "play.yml")})
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    return tmp_path
+
+
+def variables(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"folder": str(folder), "smoke_benchmark_api_key": CANARY, **more}
+
+
+def test_a_real_run_reports_and_leaves_no_secret(small: Path) -> None:
+    events: list[FleetEvent] = []
+    done = fleet.deploy(
+        small / "hosts.ini", variables=variables(small), on_event=events.append, artifacts=small / "runs"
+    )
+    assert done.complete
+    # nothing proved anything, so nothing is good
+    assert {one.verdict for one in done.hosts.values()} == {Verdict.FAILED}
+    assert done.exit == Exit.NEEDS_A_PERSON
+    assert [event.play for event in events if event.kind == "play"] == ["First part", "Second part"]
+    # the event of a task with no_log tells nothing, Ansible's final count does
+    assert {(event.host, event.state) for event in events if event.task == "Use the secret" and event.state} == {
+        ("h1", "ok"),
+        ("h2", "ok"),
+    }
+    assert done.hosts["h1"].changed == ("a task whose output is hidden",)
+    assert done.artifacts is not None
+    assert done.artifacts.stat().st_mode & 0o777 == 0o700
+    assert json.loads((done.artifacts / "result.json").read_text())["hosts"]["h1"]["verdict"] == "failed"
+    assert "kvfleet" in (small / "argv").read_text(), "the list of processes must be there, or it proves nothing"
+    found = subprocess.run(["grep", "-rl", CANARY, str(small), "/dev/shm"], capture_output=True, text=True, check=False)
+    assert found.stdout == "", "the secret stands in a file or on a command line"
+    assert list((small / "tmp").glob("kvfleet-run-*")) == []
+
+
+def test_a_failing_host_is_not_hidden(small: Path) -> None:
+    done = fleet.deploy(small / "hosts.ini", limit="h1", variables=variables(small, command="false"), keep=0)
+    assert list(done.hosts) == ["h1"]
+    assert "Break where told" in done.hosts["h1"].reasons[0]
+    assert done.artifacts is None
+
+
+def test_cancel_and_timeout_end_a_run(small: Path) -> None:
+    cancel = threading.Event()
+
+    def stop(event: FleetEvent) -> None:
+        if event.task == "Wait":
+            cancel.set()
+
+    done = fleet.deploy(
+        small / "hosts.ini", variables=variables(small, seconds=120), on_event=stop, cancel=cancel, keep=0
+    )
+    assert (done.ended, done.complete, done.exit) == ("canceled", False, Exit.NEEDS_A_PERSON)
+    assert done.seconds < 60
+    late = fleet.deploy(small / "hosts.ini", variables=variables(small, seconds=120), timeout_s=8, keep=0)
+    assert (late.ended, late.exit) == ("timeout", Exit.NEEDS_A_PERSON)
+
+
+def test_runs_in_threads_do_not_mix(small: Path) -> None:
+    results: dict[str, fleet.FleetResult] = {}
+
+    def one(name: str) -> None:
+        results[name] = fleet.deploy(
+            small / "hosts.ini", limit=name, variables=variables(small), artifacts=small / "runs"
+        )
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("h1", "h2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: list(result.hosts) for name, result in results.items()} == {"h1": ["h1"], "h2": ["h2"]}
+    assert len({result.artifacts for result in results.values()}) == 2
+
+
+def test_a_missing_inventory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KvfleetError, match="KVF-HOST-070"):
+        fleet.plan(tmp_path / "none")
+
+
+def test_an_inventory_without_hosts_is_no_success(small: Path) -> None:
+    (small / "empty.ini").write_text("")
+    done = fleet.deploy(small / "empty.ini", variables=variables(small), keep=0)
+    assert done.hosts == {}
+    assert done.exit == Exit.REFUSED
+
+
+def test_variables_are_gone_after_the_run() -> None:
+    with runs.variables_without_trace({"a": CANARY}) as words:
+        path = Path(words[1].removeprefix("@"))
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert CANARY not in " ".join(words)
+    assert not path.parent.exists()
+
+
+def test_the_command_prints_events_and_result_as_json(small: Path) -> None:
+    from kvfleet.cli import app
+
+    done = CliRunner().invoke(
+        app,
+        [
+            "deploy",
+            "-i",
+            str(small / "hosts.ini"),
+            "--json",
+            "-e",
+            f"folder={small}",
+            "-e",
+            "smoke_benchmark_api_key=x",
+        ],
+        standalone_mode=False,
+        env={**os.environ},
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["kind"] for line in lines} == {"play", "start", "host", "result"}
+    assert lines[-1]["exit"] == 4
+    assert done.return_value == Exit.NEEDS_A_PERSON
