@@ -45,6 +45,12 @@ options:
     type: list
     elements: str
     default: []
+  base_python:
+    description:
+      - Interpreter of another environment on the host whose packages the release may use beside its own, for hosts that
+        hold torch and CUDA's libraries already. Packages that the lock names as provided must be there.
+    type: str
+    default: ""
   instances:
     description:
       - Instances that will run on the release (C(kvfleet_plan['instances'])); the release's own parser has to take the
@@ -101,6 +107,7 @@ def main() -> None:
             "bundle_folder": {"type": "path"},
             "packages": {"type": "list", "elements": "str", "default": []},
             "instances": {"type": "list", "elements": "dict", "default": []},
+            "base_python": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
@@ -137,6 +144,7 @@ def main() -> None:
                 bundle_folder=folder,
                 packages=options["packages"],
                 commands=commands,
+                base_python=options["base_python"],
             )
         else:
             gates = engine.prove_again(layout, Path(found["path"]), row, lock, run_command, commands)

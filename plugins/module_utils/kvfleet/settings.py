@@ -12,6 +12,8 @@ from typing import Any
 from .findings import Finding, KvfleetError, refuse
 
 PROFILES = ("gpu", "cpu", "disk")
+#: How weights come into the engine; ``dummy`` makes random ones for measurements on hosts without a checkpoint.
+LOAD_FORMATS = ("auto", "dummy")
 
 #: Settings of one instance; each is also a host-wide default under the name with ``kvfleet_`` in front.
 #: name -> (type, smallest, largest); ``None`` means no limit.
@@ -35,6 +37,7 @@ INSTANCE_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
     "enforce_eager": ("bool", None, None),
     "trust_remote_code": ("bool", None, None),
     "prefill_tokens_per_s": ("float", 0.0, None),
+    "load_format": ("load_format", None, None),
 }
 #: Settings of the whole host, under their full names.
 HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
@@ -279,6 +282,14 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
                     "KVF-SET-002",
                     f"{name} is {value!r}, which is no profile.",
                     f"Set it to one of {', '.join(PROFILES)}.",
+                )
+            return value
+        elif kind == "load_format":
+            if value not in LOAD_FORMATS:
+                raise refuse(
+                    "KVF-SET-002",
+                    f"{name} is {value!r}, which is no way to load weights.",
+                    f"Set it to one of {', '.join(LOAD_FORMATS)}.",
                 )
             return value
         elif kind == "gpus":

@@ -354,6 +354,12 @@ class _Planner:
                     "Copy the weights to the model directory first.",
                 )
             )
+        if own.get("load_format") == "dummy":
+            self._warn(
+                "KVF-MODEL-020",
+                f"Instance {own.name} serves random weights (load_format dummy): its answers mean nothing.",
+                "Leave kvfleet_load_format out for anything but measurements.",
+            )
         reasons["weights_bytes_per_rank"] = {
             "index": "from model.safetensors.index.json",
             "files": "sum of the weight files",
@@ -1311,6 +1317,7 @@ class _Planner:
             "hybrid_kv_cache_manager": draft.hybrid_manager,
             "enforce_eager": bool(own.get("enforce_eager", self.accelerator == "cpu")),
             "trust_remote_code": bool(own.get("trust_remote_code", False)),
+            "load_format": own.get("load_format", "auto"),
             "numa_nodes": draft.nodes,
             "server": draft.server,
             "buffer_gib_per_gpu": draft.buffer_gib if tiered else 0.0,
