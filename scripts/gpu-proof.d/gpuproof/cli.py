@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--python", default="python3", help="interpreter of the environment that holds torch")
             one.add_argument("--memory-gib", type=int, default=0, help="touch this much memory first (growing VMs)")
         if name == "run":
-            one.add_argument("--profiles", default="gpu,cpu,disk", help="of gpu, cpu, disk, article (its hand settings)")
+            one.add_argument(
+                "--profiles", default="gpu,cpu,disk", help="of gpu, cpu, disk, article (its hand settings)"
+            )
             one.add_argument("--budget", type=float, default=540.0, help="seconds until everything must have ended")
             one.add_argument("--disk-gib", type=float, default=0.0, help="size of the loop-backed disk; 0 = chosen")
         if name in ("run", "collect"):

@@ -76,9 +76,7 @@ def check(
                 problem = f"{name} {entry['version']} needs {need.name}{need.specifier}, which is nowhere"
             elif not need.specifier.contains(str(have["version"]), prereleases=True):
                 where = "carried" if wanted in carried else "the image"
-                problem = (
-                    f"{name} {entry['version']} needs {need.name}{need.specifier}, {where} has {have['version']}"
-                )
+                problem = f"{name} {entry['version']} needs {need.name}{need.specifier}, {where} has {have['version']}"
             if problem:
                 (known if wanted in skip or wanted in fine else unmet).append(problem)
             # what is left out is not imported, so neither is what it needs
