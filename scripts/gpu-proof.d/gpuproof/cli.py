@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-HOME = Path("/var/tmp/kvfleet-gpu-proof")
+HOME = Path("/var/lib/kvfleet-gpu-proof")
 
 
 def parser() -> argparse.ArgumentParser:

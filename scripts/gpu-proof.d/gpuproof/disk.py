@@ -21,8 +21,8 @@ _GIB = 1024**3
 def attach(image: Path, size_gib: float = 0.0) -> dict[str, Any]:
     """Make (once) and attach the disk; its device, sizes, whether O_DIRECT reaches the file below, and its speed.
 
-    ``size_gib`` 0 takes 40 GiB or what the file system can spare. The host has no udev: the link by id, udev's record with
-    the serial, and nodes of partitions are made here.
+    ``size_gib`` 0 takes 40 GiB or what the file system can spare. The host has no udev: the link by id, udev's record
+    with the serial, and nodes of partitions are made here.
     """
     found = subprocess.run(["losetup", "-j", str(image), "-n", "-O", "NAME"], capture_output=True, text=True)
     node = found.stdout.split()[0] if found.stdout.split() else ""
@@ -85,7 +85,7 @@ def nodes(name: str, dev: Path = Path("/dev"), block: Path = Path("/sys/block"))
 
 
 def measure(path: Path, size_bytes: int, workers: int = 4) -> dict[str, Any]:
-    """Bytes per second of O_DIRECT writes and reads of a file of the size given, ``workers`` at a time; removed after."""
+    """Bytes per second of O_DIRECT writes and reads of a file of that size, ``workers`` at a time."""
     try:
         buffer = mmap.mmap(-1, _CHUNK)
         buffer.write(os.urandom(_CHUNK))

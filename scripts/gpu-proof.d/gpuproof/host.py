@@ -1,4 +1,4 @@
-"""On the host: check it, unpack, run kvfleet's playbooks profile by profile, keep what came out. Standard library only."""
+"""On the host: check it, unpack, run kvfleet's playbooks profile by profile, keep what came out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import sys
 import tarfile
 import threading
 import time
+import uuid
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ ROOT = Path(__file__).resolve().parents[3]
 PACK_INDEX = "kvfleet-gpu-proof.json"
 #: programs that the playbooks call, and what misses without them
 TOOLS = {
-    "losetup": "the loop-backed disk", "lsblk": "the list of disks", "blkid": "the cache disk", "wipefs": "the cache disk",
-    "sgdisk": "the cache disk", "partx": "the cache disk", "mkfs.ext4": "the cache disk", "debugfs": "the cache disk",
-    "mount": "the cache disk", "useradd": "the service user", "gcc": "compilation at run time", "ldconfig": "the driver",
+    "losetup": "the loop-backed disk", "lsblk": "the list of disks", "blkid": "the cache disk",
+    "wipefs": "the cache disk", "sgdisk": "the cache disk", "partx": "the cache disk", "mkfs.ext4": "the cache disk",
+    "debugfs": "the cache disk", "mount": "the cache disk", "useradd": "the service user",
+    "gcc": "compilation at run time", "ldconfig": "the driver",
 }  # fmt: skip
 #: seconds that a profile needs at least; less left is not worth a start
 LEAST_S = {"gpu": 150, "cpu": 150, "disk": 160, "article": 150}
@@ -41,7 +43,7 @@ class ProofError(Exception):
 
 def say(text: str) -> None:
     """One line with the time, at once."""
-    print(f"{datetime.datetime.now(datetime.timezone.utc):%H:%M:%S} {text}", flush=True)
+    print(f"{datetime.datetime.now(datetime.UTC):%H:%M:%S} {text}", flush=True)
 
 
 def call(*argv: str, timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -119,15 +121,15 @@ def check(parts: Path, python: str, output: Path | None = None) -> int:
             where = wrong if tool not in ("sgdisk",) or not proof.get("tools", True) else notes
             where.append(f"{tool} is missing ({what})")
     seen["systemd"] = {name: _which(name) for name in ("systemd-nspawn", "systemctl", "journalctl", "udevadm")}
-    seen["systemd"]["systemd"] = os.path.exists("/usr/lib/systemd/systemd")
+    seen["systemd"]["systemd"] = Path("/usr/lib/systemd/systemd").exists()
     for name in ("nvcc", "fio", "g++", "ninja", "ip"):
         seen.setdefault("programs", {})[name] = _which(name)
     for group in ("video", "render"):
         seen.setdefault("groups", {})[group] = call("getent", "group", group).returncode == 0
-    if not os.path.exists("/dev/loop-control"):
+    if not Path("/dev/loop-control").exists():
         wrong.append("/dev/loop-control is missing: no loop-backed disk")
     seen["dev"] = call("stat", "-f", "-c", "%T", "/dev").stdout.strip()
-    seen["disk_free_gb"] = round(shutil.disk_usage("/var/tmp").free / 1e9, 1)
+    seen["disk_free_gb"] = round(shutil.disk_usage("/var/lib").free / 1e9, 1)
     seen["memory"] = memory.read()
     if proof["accelerator"] == "cuda":
         wrong += _check_gpu(python, seen)
@@ -162,14 +164,14 @@ def _check_gpu(python: str, seen: dict[str, Any]) -> list[str]:
         if linked or asked.returncode:
             wrong.append(f"torch as an ordinary user in a clean environment: {seen['torch_as_nobody']}")
     devices = sorted(str(path) for path in Path("/dev").glob("nvidia*"))
-    seen["devices"] = {path: oct(os.stat(path).st_mode & 0o777) for path in devices if not os.path.isdir(path)}
+    seen["devices"] = {path: oct(Path(path).stat().st_mode & 0o777) for path in devices if not Path(path).is_dir()}
     return wrong
 
 
 def _driver_folders() -> list[Path]:
     found = []
     for top in ("/usr/local/nvidia", "/usr/lib/x86_64-linux-gnu", "/usr/local/cuda/compat"):
-        found += [path.parent for path in Path(top).glob("**/libcuda.so.1")] if os.path.isdir(top) else []
+        found += [path.parent for path in Path(top).glob("**/libcuda.so.1")] if Path(top).is_dir() else []
     return sorted(set(found))
 
 
@@ -262,6 +264,7 @@ def unpack(folder: Path, parts: Path, python: str, memory_gib: int = 0) -> int:
         with timed(home, "make the controller"):
             _controller(home, base)
     with timed(home, "prepare the host"):
+        _machine_id()
         _driver_links(home)
         _tools(home)
         home.remember(services=services.install(home / "pack" / "stand-in", home / "stand-in"))
@@ -313,6 +316,12 @@ def _controller(home: Home, base: Mapping[str, str]) -> None:
         *("--python", str(target / "bin" / "python"), *wheels),
         env=environment,
     )
+
+
+def _machine_id(path: Path = Path("/etc/machine-id")) -> None:
+    """Images have none; systemd would make one at its first boot, and the cache disk's record names it."""
+    if not path.exists() or not path.read_text().strip():
+        path.write_text(uuid.uuid4().hex + "\n")
 
 
 def _driver_links(home: Home) -> None:
@@ -371,6 +380,8 @@ def run(folder: Path, profiles: Sequence[str], budget_s: float, disk_gib: float,
     if unknown:
         raise ProofError(f"Unknown profiles {', '.join(unknown)}; known are {', '.join(settings.PROFILES)}.")
     _inventory(home, proof)
+    if "idle" not in home.read():
+        home.remember(idle=memory.read())
     if proof["accelerator"] == "cuda" and "speeds" not in home.read():
         with timed(home, "measure the copy speed"):
             home.remember(speeds=_copy_speed(home))
@@ -446,7 +457,7 @@ def _profile(home: Home, profile: str, end: float) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "values.json").write_text(json.dumps(values, indent=1) + "\n")
     if profile != "disk":
-        _release_disk(home)
+        _release_disk()
     before = set((home / "results").rglob("*.json"))
     started = time.monotonic()
     status, tasks = playbook(home, ["site.yml", "-e", f"@{folder / 'values.json'}"], folder / "site.log", end)
@@ -457,19 +468,16 @@ def _profile(home: Home, profile: str, end: float) -> int:
     if not measured and end - time.monotonic() > 40 and services.answers(8000):
         # the proof refused this host's answers; the figures are worth having all the same, and say so
         say(f"{profile}: no load was measured (status {status}); measuring without the proof")
-        load, more = playbook(
-            home,
-            [str(Path(__file__).resolve().parents[1] / "load.yml"), "-e", f"@{folder / 'values.json'}"]
-            + ["-e", f"gpu_proof_load={folder / 'load.json'}"],
-            folder / "load.log",
-            end,
-        )
+        words = [str(home / "tree" / "scripts" / "gpu-proof.d" / "load.yml"), "-e", f"@{folder / 'values.json'}"]
+        words += ["-e", f"gpu_proof_load={folder / 'load.json'}"]
+        _, more = playbook(home, words, folder / "load.log", end)
         tasks += more
+    busy = memory.read()
     _save_services(folder)
     _outcome(
-        home, profile, ran=True, status=status, seconds=seconds, tasks=tasks, result=fresh[-1].name if fresh else None,
+        home, profile, ran=True, memory=busy, engine=engine_facts(services.journals().values()), status=status, seconds=seconds, tasks=tasks, result=fresh[-1].name if fresh else None,
         verdict=(record or {}).get("verdict"), line=_last_verdict(record), values=values,
-        proved_load=measured,
+        proved_load=measured, own=own_seconds(tasks),
     )  # fmt: skip
     say(f"{profile}: site.yml ended with {status} after {seconds} s; {_last_verdict(record) or 'no result'}")
     return 0 if status == 0 else 3
@@ -482,13 +490,15 @@ def _last_verdict(record: Mapping[str, Any] | None) -> str:
     return f"verdict {record.get('verdict')}: {deciding.get('message') or deciding.get('figure')}"
 
 
-def _release_disk(home: Home) -> None:
+def _release_disk() -> None:
     """Nothing of the disk profile may stay mounted or run beside another profile's measurement."""
     if os.path.ismount("/var/cache/kvfleet"):
         call("systemctl", "stop", f"kvfleet-vllm@{settings.INSTANCE}.service")
         call("systemctl", "stop", "var-cache-kvfleet.mount")
 
 
+#: tasks that are said as they begin
+_SHOWN = ("Bring servers", "Build and prove", "Put the load", "Check that every", "Bring the cache disk")
 _TASK = re.compile(r"^(TASK|PLAY|RUNNING HANDLER) \[(?P<name>.*)\] \**$")
 
 
@@ -497,7 +507,7 @@ def playbook(home: Home, words: Sequence[str], log: Path, end: float) -> tuple[i
     limit = max(5.0, end - time.monotonic())
     environment = {
         **os.environ,
-        "PATH": f"/usr/local/sbin:/usr/local/bin:{home / 'controller' / 'bin'}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "PATH": f"/usr/local/sbin:/usr/local/bin:{home / 'controller' / 'bin'}:{os.environ.get('PATH', '/bin')}",
         "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCAL_TEMP": str(home / "tmp"), "ANSIBLE_REMOTE_TMP": str(home / "tmp"),
         "LC_ALL": "C.UTF-8", "ANSIBLE_DISPLAY_SKIPPED_HOSTS": "false", "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
@@ -546,7 +556,7 @@ def playbook(home: Home, words: Sequence[str], log: Path, end: float) -> tuple[i
 
 def _outcome(home: Home, profile: str, **values: Any) -> None:
     outcomes = home.read().get("profiles", {})
-    values["time"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    values["time"] = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     home.remember(profiles={**outcomes, profile: values})
 
 
@@ -606,8 +616,36 @@ def _record(home: Home, profile: str, outcome: Mapping[str, Any]) -> dict[str, A
     record.setdefault("plan", json.loads(plan.read_text()) if plan.exists() else None)
     record["proof_profile"] = profile
     record["outcome"] = {key: value for key, value in outcome.items() if key != "tasks"}
-    record["own_seconds"] = own_seconds(outcome.get("tasks") or ())
     return record
+
+
+_ENGINE_FACTS = {
+    "kv_tokens": re.compile(r"GPU KV cache size: ([\d,]+) tokens"),
+    "kv_gib": re.compile(r"Available KV cache memory: ([\d.]+) GiB"),
+    "model_gib": re.compile(r"Model loading took ([\d.]+) Gi"),
+    "graphs_gib": re.compile(r"Graph capturing finished in \d+ secs, took ([\d.]+) GiB"),
+    "attention": re.compile(r"Using (\w+) attention backend"),
+}
+
+
+def engine_facts(journals: Iterable[Sequence[str]]) -> dict[str, Any]:
+    """What the engine itself logged about its sizes at its last start, and the speeds that LMCache logged for loads."""
+    found: dict[str, Any] = {}
+    loads: list[float] = []
+    for line in (line for lines in journals for line in lines):
+        for name, pattern in _ENGINE_FACTS.items():
+            match = pattern.search(line)
+            if match:
+                text = match[1].replace(",", "")
+                found[name] = float(text) if re.fullmatch(r"[\d.]+", text) else text
+        match = re.search(r"Retrieved (\d+) out of .*?throughput: ([\d.]+) GB/s", line)
+        if match and int(match[1]) >= 1024:
+            loads.append(float(match[2]))
+    if loads:
+        loads.sort()
+        found["loads"] = len(loads)
+        found["load_gb_per_s"] = {"p10": loads[len(loads) // 10], "p50": loads[len(loads) // 2], "max": loads[-1]}
+    return found
 
 
 #: tasks whose time belongs to the engine's start or to the benchmark
@@ -615,9 +653,9 @@ _NOT_OURS = ("Bring servers and instances", "Check that every tier", "Put the lo
 
 
 def own_seconds(tasks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of a run by who took them: ``engine`` (its start), ``proof``, ``load``, ``install`` and kvfleet's ``own``."""
+    """Seconds of a run: ``engine`` (its start), ``proof``, ``load``, ``install``, and kvfleet's ``own``."""
     spent = {"engine": 0.0, "proof": 0.0, "load": 0.0, "install": 0.0, "own": 0.0}
-    names = dict(zip(_NOT_OURS, ("engine", "proof", "load", "install")))
+    names = dict(zip(_NOT_OURS, ("engine", "proof", "load", "install"), strict=True))
     for task in tasks:
         kind = next((kind for text, kind in names.items() if text in str(task["name"])), "own")
         spent[kind] += float(task["seconds"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 _GIB = 1024**3
 #: one at a time: the machine has to give the memory as fast as it is taken
@@ -33,7 +34,7 @@ def _touch(size_bytes: int, hold: Any) -> None:
 
 
 def grow(gib: int) -> Callable[[float], dict[str, Any]]:
-    """Touch ``gib`` GiB in the background; the returned function waits (at most so many seconds), frees it and tells."""
+    """Touch ``gib`` GiB in the background; the returned function waits (at most so many seconds) and frees it."""
     before = read()
     context = multiprocessing.get_context("fork")
     hold = context.Event()

@@ -50,7 +50,8 @@ def write_shape(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer()))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[0], "eos_token": SPECIAL[1],
-        "pad_token": SPECIAL[2], "unk_token": SPECIAL[3], "model_max_length": 8192, "clean_up_tokenization_spaces": False,
+        "pad_token": SPECIAL[2], "unk_token": SPECIAL[3], "model_max_length": 8192,
+        "clean_up_tokenization_spaces": False,
         "chat_template": "{% for message in messages %}{{ message['content'] }}\n{% endfor %}",
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

@@ -1,8 +1,7 @@
-"""How units run on a host whose PID 1 is not systemd: through docker-systemctl-replacement, and what that leaves out."""
+"""How units run where PID 1 is not systemd: through docker-systemctl-replacement, and what that leaves out."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import urllib.error
@@ -17,7 +16,7 @@ LOGS = Path("/var/log/journal")
 
 #: Directives of our units that systemd would enforce and the stand-in does not; they stand in every report.
 NOT_ENFORCED = (
-    "hardening.conf as a whole (ProtectSystem, PrivateTmp, SystemCallFilter, CapabilityBoundingSet, NoNewPrivileges, ...)",
+    "hardening.conf as a whole (ProtectSystem, PrivateTmp, SystemCallFilter, CapabilityBoundingSet, ...)",
     "ReadWritePaths",
     "Restart= and StartLimit*: a service that dies stays dead",
     "TimeoutStartSec (the readiness check has its own deadline)",
@@ -37,7 +36,7 @@ ENFORCED = (
 
 def systemd_runs() -> bool:
     """Whether this host was booted with systemd (sd_booted(3))."""
-    return os.path.isdir("/run/systemd/system")
+    return Path("/run/systemd/system").is_dir()
 
 
 def install(wheels: Path, target: Path) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def install(wheels: Path, target: Path) -> dict[str, Any]:
     if systemd_runs():
         return {"kind": "systemd", "reason": "PID 1 is systemd", "not_enforced": [], "enforced": ["everything"]}
     why = "PID 1 is no systemd"
-    if shutil.which("systemd-nspawn") is None or not os.path.exists("/usr/lib/systemd/systemd"):
+    if shutil.which("systemd-nspawn") is None or not Path("/usr/lib/systemd/systemd").exists():
         why += ", and no container can be booted: systemd-nspawn or systemd itself is not on this host"
     else:
         why += "; a booted container was not tried"

@@ -51,8 +51,8 @@ PROVIDED: Mapping[str, Mapping[str, str | None]] = {
     },
 }
 #: Packages that a dense model's text load never imports; their absence is seen by the gates at installation.
-#: FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers do not notice, and
-#: the first start does not compile its kernels for minutes.
+#: FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers do not notice,
+#: and the first start does not compile its kernels for minutes.
 LEFT_OUT: Mapping[str, Sequence[str]] = {
     "cu13-0.26.0-0.5.3": (
         "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
@@ -95,7 +95,7 @@ def runs(seed: int, small: bool = False) -> list[dict[str, Any]]:
 
 
 def profile_values(profile: str, small: bool = False) -> dict[str, Any]:
-    """Inventory values in which one profile differs from the others; ``article`` is its hand settings on profile cpu."""
+    """Inventory values of one profile; ``article`` is the article's hand settings on profile cpu."""
     buffers = {"cpu": 1.0, "disk": 0.5, "article": 1.0} if small else {"cpu": 20, "disk": 5, "article": 20}
     values: dict[str, Any] = {"kvfleet_profile": "cpu" if profile == "article" else profile}
     if profile in buffers:
