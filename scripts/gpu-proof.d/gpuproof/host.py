@@ -474,8 +474,12 @@ def _profile(home: Home, profile: str, end: float) -> int:
         tasks += more
     busy = memory.read()
     _save_services(folder)
+    plans = home / "plans" / "plans.json"
+    if plans.exists():
+        shutil.copy(plans, folder / "plans.json")
     _outcome(
-        home, profile, ran=True, memory=busy, engine=engine_facts(services.journals().values()), status=status, seconds=seconds, tasks=tasks, result=fresh[-1].name if fresh else None,
+        home, profile, ran=True, memory=busy, engine=engine_facts(services.journals().values()), status=status,
+        seconds=seconds, tasks=tasks, result=fresh[-1].name if fresh else None,
         verdict=(record or {}).get("verdict"), line=_last_verdict(record), values=values,
         proved_load=measured, own=own_seconds(tasks),
     )  # fmt: skip
@@ -612,8 +616,9 @@ def _record(home: Home, profile: str, outcome: Mapping[str, Any]) -> dict[str, A
     for instance in (record.get("load") or {}).get("instances") or ():
         for one in instance.get("runs") or ():
             one["series"] = one.get("series", [])[:: max(1, len(one.get("series", [])) // 20)]
-    plan = home / "plans" / "plans.json"
-    record.setdefault("plan", json.loads(plan.read_text()) if plan.exists() else None)
+    plans = home / "runs" / profile / "plans.json"
+    if "plan" not in record and plans.exists():
+        record["plan"] = json.loads(plans.read_text()).get(settings.HOST)
     record["proof_profile"] = profile
     record["outcome"] = {key: value for key, value in outcome.items() if key != "tasks"}
     return record

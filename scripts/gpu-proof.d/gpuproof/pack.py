@@ -37,19 +37,22 @@ def pack(
     model: Path | None = None,
     debs: Path | None = None,
     complete: bool = False,
+    locks: Path = ROOT / "locks",
+    cache: Path | None = None,
 ) -> dict[str, Any]:
     """Write ``PACK.json`` and its parts into ``output``; return the index.
 
     ``python`` is the host's minor version. A release in :data:`settings.PROVIDED` goes without torch and CUDA's
     libraries unless ``complete``. ``model`` is a model directory to carry instead of the shape with random weights;
-    ``debs`` a folder of Debian packages whose programs the host lacks.
+    ``debs`` a folder of Debian packages whose programs the host lacks. ``locks`` and ``cache`` (of wheels) are others
+    in tests alone.
     """
     row = find_release(load_matrix(None, None), release).row
     platform = f"cp{python.replace('.', '')}-x86_64"
     with tempfile.TemporaryDirectory(prefix="kvfleet-pack-") as name:
         folder = Path(name)
-        lock = _lock(row["id"], platform, folder / "locks", complete)
-        made = bundles.build(row, python, output=folder / "bundle", locks=folder / "locks", progress=_say)
+        lock = _lock(row["id"], platform, folder / "locks", complete, locks)
+        made = bundles.build(row, python, output=folder / "bundle", locks=folder / "locks", cache=cache, progress=_say)
         controller = _download(_controller_lines(), python, folder / "controller")
         stand_in = _download(
             [f"{settings.STAND_IN} --hash=sha256:{settings.STAND_IN_SHA256}"], "3.12", folder / "stand-in"
@@ -71,7 +74,7 @@ def pack(
             "provided": dict(lock.provided),
             "left_out": sorted(settings.LEFT_OUT.get(row["id"], ())) if lock.provided else [],
             "accepted": dict(settings.ACCEPTED),
-            "carried": _requirements(bundles.wheelhouse(), lock.pins) if lock.provided else {},
+            "carried": _requirements(cache or bundles.wheelhouse(), lock.pins) if lock.provided else {},
         }
         members: list[tuple[str, Path | bytes]] = [
             ("proof.json", json.dumps(description, indent=1).encode()),
@@ -97,17 +100,17 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
-def _lock(release: str, platform: str, folder: Path, complete: bool) -> Any:
+def _lock(release: str, platform: str, folder: Path, complete: bool, locks: Path) -> Any:
     """The lock to install from, in ``folder`` beside that of uv: the release's own, or less than it."""
     folder.mkdir()
-    source = ROOT / "locks" / lock_name(release, platform)
+    source = locks / lock_name(release, platform)
     lock = parse_lock(source.read_text(), source.name)
     provided = settings.PROVIDED.get(release)
-    if provided and not complete:
+    if provided and not complete and not lock.provided:
         lock = reduce_lock(lock, provided, settings.LEFT_OUT[release])
     (folder / source.name).write_text(render_lock(lock, "scripts/gpu-proof pack"))
     tools = bundles.tools_lock_name("x86_64")
-    (folder / tools).write_text((ROOT / "locks" / tools).read_text())
+    (folder / tools).write_text((locks / tools).read_text())
     return parse_lock((folder / source.name).read_text(), source.name)
 
 
