@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
                 "--profiles", default="gpu,cpu,disk", help="of gpu, cpu, disk, article (its hand settings)"
             )
             one.add_argument("--budget", type=float, default=540.0, help="seconds until everything must have ended")
+            one.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="inventory value for all")
             one.add_argument("--disk-gib", type=float, default=0.0, help="size of the loop-backed disk; 0 = chosen")
         if name in ("run", "collect"):
             one.add_argument("--output", type=Path, required=True, help="folder for what is collected")
@@ -94,5 +96,7 @@ def _dispatch(options: argparse.Namespace) -> int:
         return host.unpack(options.home, options.parts, options.python, options.memory_gib)
     if options.command == "run":
         profiles = [word for word in options.profiles.split(",") if word]
-        return host.run(options.home, profiles, options.budget, options.disk_gib, options.output)
+        own = dict(word.split("=", 1) for word in options.set)
+        values = {name: json.loads(text) for name, text in own.items()}
+        return host.run(options.home, profiles, options.budget, options.disk_gib, options.output, values)
     return host.collect(options.home, options.output)

@@ -370,8 +370,18 @@ def _model(home: Home, proof: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------ run
 
 
-def run(folder: Path, profiles: Sequence[str], budget_s: float, disk_gib: float, output: Path) -> int:
-    """Each profile with site.yml and its load within ``budget_s`` seconds; results land in ``output`` after each."""
+def run(
+    folder: Path,
+    profiles: Sequence[str],
+    budget_s: float,
+    disk_gib: float,
+    output: Path,
+    own: Mapping[str, Any] | None = None,
+) -> int:
+    """Each profile with site.yml and its load within ``budget_s`` seconds; results land in ``output`` after each.
+
+    ``own`` are inventory values that win over those of every profile.
+    """
     end = time.monotonic() + budget_s - RESERVE_S
     home = Home(folder)
     proof = home.proof
@@ -398,7 +408,7 @@ def run(folder: Path, profiles: Sequence[str], budget_s: float, disk_gib: float,
                 found = disk.attach(home / "disk.img", disk_gib or (3.0 if proof["accelerator"] == "cpu" else 0.0))
             home.remember(disk=found)
             say(f"disk: {found}")
-        status = max(status, _profile(home, profile, end))
+        status = max(status, _profile(home, profile, end, own or {}))
         collect(folder, output)
     return status
 
@@ -420,6 +430,11 @@ def _inventory(home: Home, proof: Mapping[str, Any]) -> None:
         smoke_benchmark_results_dir=str(home / "results"),
         host_plan_output_dir=str(home / "plans"),
     )
+    if proof["reduced"]:
+        # FlashInfer is not carried; without this vLLM takes it for granted
+        drop_in = Path(f"/etc/systemd/system/kvfleet-vllm@{settings.INSTANCE}.service.d/gpu-proof.conf")
+        drop_in.parent.mkdir(parents=True, exist_ok=True)
+        drop_in.write_text("[Service]\nEnvironment=VLLM_USE_FLASHINFER_SAMPLER=0\n")
     target = home / "inventory"
     target.mkdir(exist_ok=True)
     (target / "hosts.yml").write_text(
@@ -444,7 +459,7 @@ def _copy_speed(home: Home) -> dict[str, float]:
     return json.loads(answer.stdout) if answer.returncode == 0 else {}
 
 
-def _profile(home: Home, profile: str, end: float) -> int:
+def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> int:
     """One profile; 0, or 3 when something failed. What was measured is kept either way."""
     state = home.read()
     small = home.proof["accelerator"] == "cpu"
@@ -453,11 +468,11 @@ def _profile(home: Home, profile: str, end: float) -> int:
         values["kvfleet_ram_bytes_per_s"] = round(state["speeds"]["to_gpu"])
     if profile == "disk" and (state.get("disk") or {}).get("read_bytes_per_s"):
         values["kvfleet_disk_bytes_per_s"] = round(state["disk"]["read_bytes_per_s"])
+    values.update(own)
     folder = home / "runs" / profile
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "values.json").write_text(json.dumps(values, indent=1) + "\n")
-    if profile != "disk":
-        _release_disk()
+    _stop_services(keep_disk=profile == "disk")
     before = set((home / "results").rglob("*.json"))
     started = time.monotonic()
     status, tasks = playbook(home, ["site.yml", "-e", f"@{folder / 'values.json'}"], folder / "site.log", end)
@@ -494,10 +509,15 @@ def _last_verdict(record: Mapping[str, Any] | None) -> str:
     return f"verdict {record.get('verdict')}: {deciding.get('message') or deciding.get('figure')}"
 
 
-def _release_disk() -> None:
-    """Nothing of the disk profile may stay mounted or run beside another profile's measurement."""
-    if os.path.ismount("/var/cache/kvfleet"):
-        call("systemctl", "stop", f"kvfleet-vllm@{settings.INSTANCE}.service")
+def _stop_services(keep_disk: bool) -> None:
+    """Stop what the profile before left running, and unmount its disk unless ``keep_disk``.
+
+    Without control groups the plan cannot tell our own processes from foreign ones: memory and ports have to be free.
+    """
+    with contextlib.suppress(OSError):
+        for unit in sorted(Path("/etc/systemd/system").glob("kvfleet-*@*.service"), reverse=True):
+            call("systemctl", "stop", unit.name)
+    if not keep_disk and os.path.ismount("/var/cache/kvfleet"):
         call("systemctl", "stop", "var-cache-kvfleet.mount")
 
 
@@ -569,7 +589,7 @@ def _save_services(folder: Path) -> None:
     target = folder / "host"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    for pattern in ("/etc/systemd/system/kvfleet*", "/etc/systemd/system/var-cache-kvfleet*", "/etc/kvfleet/*"):
+    for pattern in ("/etc/systemd/system/kvfleet*", "/etc/systemd/system/*/gpu-proof.conf", "/etc/kvfleet/*"):
         for path in sorted(Path("/").glob(pattern.lstrip("/"))):
             if path.is_file():
                 shutil.copy(path, target / path.name)

@@ -16,11 +16,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "gpu-proof.d"), str(ROOT / "tests" / "unit"), str(HERE)]
 
-import engine_stubs
-from gpuproof import pack
+import engine_stubs  # noqa: E402
+from gpuproof import pack  # noqa: E402
 
-from kvfleet.bundles import fetch_wheels, read_lock
-from kvfleet.core.lockfile import Lock, render_lock
+from kvfleet.bundles import fetch_wheels, read_lock  # noqa: E402
+from kvfleet.core.lockfile import Lock, render_lock  # noqa: E402
 
 RELEASE, PYTHON = "cu13-0.26.0-0.5.3", "3.11"
 PLATFORM = "cp311-x86_64"
@@ -34,7 +34,8 @@ case "$*" in
   *name,memory.total,driver*) echo "NVIDIA H200, 143771 MiB, 580.159.04";;
   *driver_version,name*) echo "580.159.04, NVIDIA H200";;
   *utilization.gpu*) echo "0, 20000, 50";;
-  *) echo "0, GPU-a492423d-b271-c68b-7365-f92dbc35b343, NVIDIA H200, 143771, 0, 00000000:00:06.0, 5, 16, 580.159.04, Disabled, 9.0, 616";;
+  *) echo "0, GPU-a492423d-b271-c68b-7365-f92dbc35b343, NVIDIA H200, 143771, 0, 00000000:00:06.0, 5, 16,"\
+ "580.159.04, Disabled, 9.0, 616";;
 esac
 """
 
@@ -84,7 +85,9 @@ def main(output: Path, debs: Path) -> None:
     for path in fetch_wheels(tools).values():
         shutil.copy(path, cache)
     extra.mkdir()
-    torch = {"torch/__init__.py": "__version__ = '2.11.0+cu130'\nclass cuda:\n    is_available = staticmethod(lambda: True)\n"}
+    torch = {
+        "torch/__init__.py": "__version__ = '2.11.0+cu130'\nclass cuda:\n    is_available = staticmethod(lambda: True)\n"
+    }
     engine_stubs.make_wheel(extra, "torch", "2.11.0+cu130", torch)
     engine_stubs.make_wheel(extra, "triton", "3.6.0", empty("triton"))
     (extra / "nvidia-smi").write_text(_NVIDIA_SMI)

@@ -43,6 +43,7 @@ def serve(arguments):
         stack.profile = "disk" if config.get("local_disk") else "cpu"
         if config.get("local_disk"):
             pathlib.Path(config["local_disk"].partition("://")[2], "chunk.pt").write_bytes(os.urandom(4096))
+    print("sampler", os.environ.get("VLLM_USE_FLASHINFER_SAMPLER"), flush=True)
     print(f"INFO GPU KV cache size: {stack.pool_blocks * 16:,} tokens", flush=True)
 
     class Handler(BaseHTTPRequestHandler):
@@ -87,26 +88,26 @@ def serve(arguments):
 
 
 def bench(words):
-    known = dict(zip(words[0::2], words[1::2])) if "--ignore-eos" not in words else {}
     flags = ("--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed")
     rest = [word for word in words if word not in flags]
-    known = dict(zip(rest[0::2], rest[1::2]))
+    known = dict(zip(rest[0::2], rest[1::2], strict=True))
     count, output = int(known["--num-prompts"]), int(known["--prefix-repetition-output-len"])
     prefixes = int(known["--prefix-repetition-num-prefixes"])
-    rng = random.Random(int(known["--seed"]))
+    rng = random.Random(int(known["--seed"]))  # noqa: S311 - words of a load
     heads = [
-        [rng.randrange(7000, 90000) for _ in range(int(known["--prefix-repetition-prefix-len"]))] for _ in range(prefixes)
+        [rng.randrange(7000, 90000) for _ in range(int(known["--prefix-repetition-prefix-len"]))]
+        for _ in range(prefixes)
     ]
     ttfts = []
     for number in range(count):
         tail = [rng.randrange(7000, 90000) for _ in range(int(known["--prefix-repetition-suffix-len"]))]
         body = {"model": known["--model"], "prompt": heads[number % prefixes] + tail, "max_tokens": output}
         body.update(json.loads(known["--extra-body"]))
-        request = urllib.request.Request(
+        request = urllib.request.Request(  # noqa: S310 - the stub's own server
             known["--base-url"] + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         started = time.monotonic()
-        urllib.request.urlopen(request).read()
+        urllib.request.urlopen(request).read()  # noqa: S310
         ttfts.append(time.monotonic() - started)
     prompt = len(heads[0]) + len(tail)
     total = sum(ttfts)
