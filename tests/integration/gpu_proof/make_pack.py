@@ -86,7 +86,8 @@ def main(output: Path, debs: Path) -> None:
         shutil.copy(path, cache)
     extra.mkdir()
     torch = {
-        "torch/__init__.py": "__version__ = '2.11.0+cu130'\nclass cuda:\n    is_available = staticmethod(lambda: True)\n"
+        "torch/__init__.py": "__version__ = '2.11.0+cu130'\n"
+        "class cuda:\n    is_available = staticmethod(lambda: True)\n"
     }
     engine_stubs.make_wheel(extra, "torch", "2.11.0+cu130", torch)
     engine_stubs.make_wheel(extra, "triton", "3.6.0", empty("triton"))
