@@ -406,7 +406,7 @@ def run(
         if profile == "disk":
             with timed(home, "make the loop-backed disk"):
                 found = disk.attach(home / "disk.img", disk_gib or (3.0 if proof["accelerator"] == "cpu" else 0.0))
-            home.remember(disk=found)
+            home.remember(disk={**home.read().get("disk", {}), **found})
             say(f"disk: {found}")
         status = max(status, _profile(home, profile, end, own or {}))
         collect(folder, output)
@@ -479,7 +479,8 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
     seconds = round(time.monotonic() - started, 1)
     fresh = sorted(set((home / "results").rglob("*.json")) - before)
     record = json.loads(fresh[-1].read_text()) if fresh else None
-    measured = bool(record) and any(entry.get("runs") for entry in (record.get("load") or {}).get("instances") or ())
+    load = (record or {}).get("load") or {}
+    measured = any(entry.get("runs") for entry in load.get("instances") or ())
     if not measured and end - time.monotonic() > 40 and services.answers(8000):
         # the proof refused this host's answers; the figures are worth having all the same, and say so
         say(f"{profile}: no load was measured (status {status}); measuring without the proof")

@@ -203,7 +203,7 @@ def render(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any])
     environment = some.get("environment") or {}
     gpus = ", ".join(environment.get("gpus") or []) or "no GPU"
     times = sorted(str(record.get("time") or record["outcome"]["time"]) for record in records.values())
-    load = next((run["run"] for run in runs_of(some) if run["run"]["phase"] == "warm"), {})
+    load: Mapping[str, Any] = next((run["run"] for run in runs_of(some) if run["run"]["phase"] == "warm"), {})
     lines = [
         f"`scripts/gpu-proof`, {' to '.join(dict.fromkeys([times[0], times[-1]])) if times else 'no date'}, commit {proof['commit']}, "
         f"release `{proof['release']}`; {gpus}, driver {environment.get('driver')}, {environment.get('cpus')} CPUs, "
@@ -242,15 +242,15 @@ def render(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any])
         lines += ["", "| profile | concurrency | plan says it pays | measured against gpu | |", "|---|---|---|---|---|"]
         lines += [f"| {' | '.join(map(str, line))} |" for line in told]
     lines += ["", "| profile | RAM planned GiB | RAM more in use GiB | engine start s | proof s | load s | kvfleet's own s | verdict |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    idle = (summary.get("idle") or {}).get("total_gib"), (summary.get("idle") or {}).get("available_gib")
+    idle = summary.get("idle") or {}
     for profile, record in records.items():
         outcome = record["outcome"]
         ram = ((record.get("plan") or {}).get("host") or {}).get("ram") or {}
         planned = sum(float(ram.get(key) or 0) for key in ("buffers_gib", "engine_gib", "lmcache_gib"))
         now = outcome.get("memory") or {}
         used = (
-            f"{(now['total_gib'] - now['available_gib']) - (idle[0] - idle[1]):.1f}"
-            if now and None not in idle
+            f"{(now['total_gib'] - now['available_gib']) - (idle['total_gib'] - idle['available_gib']):.1f}"
+            if now and idle
             else "-"
         )
         own = outcome.get("own") or {}
@@ -271,7 +271,7 @@ def _circumstances(summary: Mapping[str, Any], services: Mapping[str, Any]) -> l
         lines += ["Not enforced there:", "", *(f"- {line}" for line in services["not_enforced"])]
     disk = summary.get("disk") or {}
     if disk:
-        speeds = ", ".join(
+        told = ", ".join(
             f"{word} {disk[key] / 1e9:.2f} GB/s" for word, key in (("writes", "write_bytes_per_s"), ("reads", "read_bytes_per_s"))
             if disk.get(key)
         )  # fmt: skip
@@ -280,7 +280,7 @@ def _circumstances(summary: Mapping[str, Any], services: Mapping[str, Any]) -> l
         )
         lines += [
             "",
-            f"The cache disk was a loop device of {disk.get('size_gib')} GiB ({below}; O_DIRECT {speeds or 'not measured'}).",
+            f"The cache disk was a loop device of {disk.get('size_gib')} GiB ({below}; O_DIRECT {told or 'not measured'}).",
         ]
     speeds = summary.get("speeds") or {}
     if speeds:

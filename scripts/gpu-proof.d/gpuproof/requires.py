@@ -20,7 +20,7 @@ def packaging_modules() -> tuple[Any, Any]:
     try:
         from packaging import requirements, version
     except ImportError:
-        from pip._vendor.packaging import requirements, version  # type: ignore[import-not-found,no-redef]
+        from pip._vendor.packaging import requirements, version  # type: ignore[no-redef]
     return requirements, version
 
 
@@ -56,7 +56,7 @@ def check(
     unmet: list[str] = []
     known: list[str] = []
     used: dict[str, str] = {}
-    queue = [(normalise(name), frozenset()) for name in roots]
+    queue: list[tuple[str, frozenset[str]]] = [(normalise(name), frozenset()) for name in roots]
     seen = set(queue)
     while queue:
         name, extras = queue.pop()
