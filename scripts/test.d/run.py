@@ -97,6 +97,7 @@ PARTS = (
     ),
     Part("bad input", ALL, (pytest("tests/integration/refusals", report="refusals", markers="root"),)),
     Part("test hosts", ALL, (pytest("tests/integration/testhost", report="testhost", markers="root"),)),
+    Part("gpu proof", ALL, (pytest("tests/integration/gpu_proof", report="gpu-proof", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),
 )
