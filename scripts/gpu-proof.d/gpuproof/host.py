@@ -271,7 +271,7 @@ def unpack(folder: Path, parts: Path, python: str, memory_gib: int = 0) -> int:
         _model(home, proof)
     if growing is not None:
         with timed(home, "wait for memory"):
-            home.remember(memory=growing(60.0))
+            home.remember(memory=growing(40.0))
     say(f"memory: {memory.read()}")
     say(f"units run through: {home.read()['services']['kind']}")
     return 0
@@ -468,6 +468,10 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
         values["kvfleet_ram_bytes_per_s"] = round(state["speeds"]["to_gpu"])
     if profile == "disk" and (state.get("disk") or {}).get("read_bytes_per_s"):
         values["kvfleet_disk_bytes_per_s"] = round(state["disk"]["read_bytes_per_s"])
+    if profile == "disk" and (state.get("disk") or {}).get("size_gib"):
+        # the plan gives at most 80 % of the partition, and 7 % of the disk stay unpartitioned
+        most = int(float(state["disk"]["size_gib"]) * 0.93 * 0.75 * 10) / 10
+        values["kvfleet_quota_gib"] = min(values["kvfleet_quota_gib"], most)
     values.update(own)
     folder = home / "runs" / profile
     folder.mkdir(parents=True, exist_ok=True)
