@@ -104,7 +104,7 @@ from ansible.module_utils.kvfleet.bench import PROFILES, Speed
 from ansible.module_utils.kvfleet.bench_session import BenchSession, Sampler, only_benchmark
 from ansible.module_utils.kvfleet.command import run_command
 from ansible.module_utils.kvfleet.findings import KvfleetError
-from ansible.module_utils.kvfleet.host_access import base_url, require_tokenizer, server_of, server_url
+from ansible.module_utils.kvfleet.host_access import base_url, require_tokenizer, server_of, server_url, tier_paths
 from ansible.module_utils.kvfleet.host_load import HostProbe, main_pids
 from ansible.module_utils.kvfleet.http import HttpClient, HttpFailure
 from ansible.module_utils.kvfleet.load import InstanceLoad, plan_runs
@@ -193,8 +193,8 @@ def load_instance(params: dict[str, Any], instance: dict[str, Any], directory: P
     results = directory / instance["name"]
     results.mkdir(mode=0o700)
     directory.chmod(0o755)
-    units = [f"kvfleet-lmcache@{server['name']}.service"] if server else []
-    base_paths = [server["base_path"]] if server and server.get("base_path") else []
+    units = [f"kvfleet-{'lmcache@' + server['name'] if server else 'vllm@' + instance['name']}.service"]
+    base_paths = tier_paths(server, instance)
     host = HostProbe(base_paths, main_pids(units, run_command), bool(instance.get("gpus")), run_command)
     try:
         tokenizer = require_tokenizer(instance)

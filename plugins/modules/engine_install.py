@@ -49,6 +49,12 @@ options:
     description: Only unpack the bundle and install its Debian packages; the release is left for a later call.
     type: bool
     default: false
+  base_python:
+    description:
+      - Interpreter of another environment on the host whose packages the release may use beside its own, for hosts that
+        hold torch and CUDA's libraries already. Packages that the lock names as provided must be there.
+    type: str
+    default: ""
   instances:
     description:
       - Instances that will run on the release (C(kvfleet_plan['instances'])); the release's own parser has to take the
@@ -125,6 +131,7 @@ def main() -> None:
             "packages": {"type": "list", "elements": "str", "default": []},
             "packages_only": {"type": "bool", "default": False},
             "instances": {"type": "list", "elements": "dict", "default": []},
+            "base_python": {"type": "str", "default": ""},
         },
         required_if=[("packages_only", True, ("bundle",))],
         supports_check_mode=True,
@@ -164,6 +171,7 @@ def main() -> None:
                 bundle_folder=folder,
                 packages=options["packages"],
                 commands=commands,
+                base_python=options["base_python"],
             )
         else:
             gates = engine.prove_again(layout, Path(found["path"]), row, lock, run_command, commands)

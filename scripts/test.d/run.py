@@ -124,6 +124,7 @@ PARTS = (
         ALL,
         (pytest("tests/integration/fleet/test_refused.py", report="fleet-refused", markers="root"),),
     ),
+    Part("gpu proof", ALL, (pytest("tests/integration/gpu_proof", report="gpu-proof", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     *(
         # each row breaks a real service and waits until it is back

@@ -19,6 +19,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from .lockfile import Lock, Sources, missing_wheels, normalise, pip_sources, uv_
 from .versions import Range, Version
 
 MARKER = ".kvfleet-release.json"
+#: path configuration file of a release that uses packages of another environment (site.html of Python's library)
+BASE_LINK = "kvfleet-base.pth"
 #: the flat page of torch's CPU builds, asked only when they are nowhere else
 TORCH_CPU_LINKS = "https://download.pytorch.org/whl/cpu/torch/"
 #: a release takes about this many times the size of its wheels (measured: 531 MB of wheels, 2.6 GB with bytecode)
@@ -211,6 +214,69 @@ def interpreter(version: str, run: CommandRunner) -> str:
     )
 
 
+@dataclass(frozen=True)
+class BaseEnvironment:
+    """Another environment of the host whose packages a release may use: interpreter below it, and its packages."""
+
+    python: str
+    site_packages: tuple[str, ...]
+
+    def attach(self, site_packages: Path) -> None:
+        """Let the release in ``site_packages`` see these packages, after its own."""
+        (site_packages / BASE_LINK).write_text("".join(f"{path}\n" for path in self.site_packages))
+
+
+_BASE_SCRIPT = (
+    "import json, os, site, sys; print(json.dumps({'version': '%d.%d' % sys.version_info[:2], 'base': sys.base_prefix, "
+    "'paths': [path for path in site.getsitepackages() if os.path.isdir(path)]}))"
+)
+
+
+def base_environment(base_python: str, version: str, run: CommandRunner) -> BaseEnvironment:
+    """What the interpreter ``base_python`` provides; refuse (KVF-ENG-009) one that is missing or of another version."""
+    answer = run([base_python, "-c", _BASE_SCRIPT])
+    try:
+        found = json.loads(answer.stdout) if answer.ok else {}
+    except ValueError:
+        found = {}
+    if found.get("version") != version or not found.get("paths"):
+        have = found.get("version") or answer.stderr.strip()[-200:] or f"status {answer.returncode}"
+        raise refuse(
+            "KVF-ENG-009",
+            f"engine_base_python {base_python} is no environment of Python {version} ({have}).",
+            "Set it to the interpreter of an environment that holds the packages, or leave it out.",
+        )
+    real = Path(found["base"]) / "bin" / f"python{version}"
+    return BaseEnvironment(str(real) if real.exists() else base_python, tuple(found["paths"]))
+
+
+def provided_gate(folder: Path, lock: Lock, run: CommandRunner) -> Gate:
+    """Whether the release sees every package that its lock leaves to the base environment, in the versions named."""
+    start = time.monotonic()
+    script = (
+        "import importlib.metadata as m, json, sys\n"
+        "have = {}\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    try: have[name] = m.version(name)\n"
+        "    except m.PackageNotFoundError: have[name] = None\n"
+        "print(json.dumps(have))"
+    )
+    names = json.dumps([name for name, _ in lock.provided])
+    answer = run([str(folder / "bin" / "python"), "-c", script, names])
+    try:
+        have = json.loads(answer.stdout)
+    except ValueError:
+        return Gate("provided", False, _last_words(answer), time.monotonic() - start)
+    # the local part (+cu130) belongs to the build, which the gate "torch" checks
+    wrong = [
+        f"{name} {have.get(name) or 'missing'}{f' instead of {version}' if version else ''}"
+        for name, version in lock.provided
+        if not have.get(name) or (version and str(have[name]).split("+")[0] != version.split("+")[0])
+    ]
+    detail = ", ".join(wrong) or ", ".join(f"{name} {have[name]}" for name, _ in lock.provided)
+    return Gate("provided", not wrong, detail[:600], time.monotonic() - start)
+
+
 def state(
     layout: Layout,
     row: Mapping[str, Any],
@@ -275,6 +341,7 @@ def exclusive(layout: Layout) -> Iterator[None]:
 def check_lock(row: Mapping[str, Any], lock: Lock) -> None:
     """Refuse (KVF-ENG-003) a lock that is not the row's, before anything is changed."""
     pins = {pin.name: pin.version for pin in lock.pins}
+    pins.update({name: version for name, version in lock.provided if version})
     wanted = {normalise(str(row["distribution"])): str(row["vllm"])}
     if row.get("lmcache"):
         wanted["lmcache"] = str(row["lmcache"])
@@ -307,20 +374,31 @@ def install(
     bundle_folder: Path | None = None,
     packages: Sequence[str] = (),
     commands: Sequence[tuple[str, Sequence[str]]] = (),
+    base_python: str = "",
 ) -> dict[str, Any]:
     """Build the release, prove it, give it its name; return ``path`` and ``gates``.
+
+    ``base_python`` is the interpreter of another environment whose packages the release may use beside its own; a lock
+    that leaves packages to it needs one (KVF-ENG-009).
 
     With ``bundle`` everything comes from its parts in ``bundle_folder`` (or was unpacked before) and no index
     is asked; else uv takes the wheels from where the host's pip is configured to look. Nothing of another release is
     touched. Raises KvfleetError: -001 to -009 before the build, -010 when uv fails, -020 with every gate that failed.
     """
     check_lock(row, lock)
+    if lock.provided and not base_python:
+        raise refuse(
+            "KVF-ENG-009",
+            f"The lock of {row['id']} leaves {len(lock.provided)} packages to another environment of the host.",
+            "Set engine_base_python to that environment's interpreter, or engine_lock to a complete lock.",
+        )
     with exclusive(layout):
         existing = find_installed(layout, str(row["id"]), lock.digest)
         if existing is not None:
             return {"path": str(existing), "gates": (read_marker(existing) or {}).get("gates", []), "changed": False}
         _sweep(layout)
-        python = interpreter(str(row["engine_python"]), run)
+        base = base_environment(base_python, str(row["engine_python"]), run) if base_python else None
+        python = base.python if base else interpreter(str(row["engine_python"]), run)
         if Version(str(row["engine_python"])).minor not in Range(str(row["python"])):
             raise refuse(
                 "KVF-ENG-001",
@@ -337,8 +415,11 @@ def install(
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
         try:
             _build(layout, row, lock_text, run, uv=uv, python=python, partial=partial, wheels=wheels)
-            gates = prove(partial, row, run, commands)
-            _write_marker(partial, row, lock, gates, python)
+            if base is not None:
+                base.attach(_site_packages(partial))
+            provided = [provided_gate(partial, lock, run)] if lock.provided else []
+            gates = provided + prove(partial, row, run, commands)
+            _write_marker(partial, row, lock, gates, python, base)
             if target.exists():  # only a directory without a marker can lie there: it was never complete
                 shutil.rmtree(target)
             partial.rename(target)
@@ -620,7 +701,14 @@ def _set_modes(folder: Path) -> None:
                 path.chmod(wanted)
 
 
-def _write_marker(folder: Path, row: Mapping[str, Any], lock: Lock, gates: Sequence[Gate], python: str) -> None:
+def _write_marker(
+    folder: Path,
+    row: Mapping[str, Any],
+    lock: Lock,
+    gates: Sequence[Gate],
+    python: str,
+    base: BaseEnvironment | None = None,
+) -> None:
     marker = {
         "schema": 1,
         "release": row["id"],
@@ -630,6 +718,7 @@ def _write_marker(folder: Path, row: Mapping[str, Any], lock: Lock, gates: Seque
         "gates": [gate.as_dict() for gate in gates],
         "distributions": _distributions(folder),
         "python": python,
+        "base_packages": list(base.site_packages) if base else [],
         "installed": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
     }
     path = folder / MARKER
@@ -840,7 +929,9 @@ def prove_again(
     with exclusive(layout):
         gates = prove(folder, row, run, commands)
         marker = read_marker(folder) or {}
-        _write_marker(folder, row, lock, gates, str(marker.get("python", "")))
+        paths = tuple(str(path) for path in marker.get("base_packages") or ())
+        python = str(marker.get("python", ""))
+        _write_marker(folder, row, lock, gates, python, BaseEnvironment(python, paths) if paths else None)
         return gates
 
 

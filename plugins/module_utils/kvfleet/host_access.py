@@ -28,6 +28,13 @@ def server_of(plan: Mapping[str, Any], instance: Mapping[str, Any]) -> dict[str,
     return next((dict(server) for server in plan["servers"] if server["name"] == instance.get("server")), None)
 
 
+def tier_paths(server: Mapping[str, Any] | None, instance: Mapping[str, Any]) -> list[str]:
+    """Directories of the instance's disk tier: its server's, or its own where LMCache runs inside vLLM; else none."""
+    own = str((instance.get("lmcache_config") or {}).get("local_disk") or "").partition("://")[2]
+    found = [str((server or {}).get("base_path") or ""), own]
+    return [path for path in found if path]
+
+
 def server_url(server: Mapping[str, Any]) -> str:
     """The LMCache server's HTTP address; it knows no authentication and listens on loopback only."""
     return f"http://127.0.0.1:{server['http_port']}"

@@ -211,6 +211,9 @@ class InstanceLoad:
     def _note_unused_disk(self, plan: LoadPlan, runs: Sequence[Mapping[str, Any]]) -> None:
         """Say so when the RAM tier held everything: such a load measured no disk."""
         warm = [run for run in runs if run["run"]["phase"] == "warm"]
+        # LMCache inside vLLM does not count by tier: there the device's own counters tell
+        if self.cache is None:
+            return
         if self.instance["profile"] == "disk" and warm and not any(run["tokens"]["tier_disk"] for run in warm):
             working_set = max(run.working_set_tokens for run in plan.runs)
             delivered = sum(run["tokens"]["external"] for run in warm)

@@ -19,6 +19,7 @@ _PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[^\s;]+)(?
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _WHEEL = re.compile(r"#\s+(\S+\.whl)(?:\s+(\d+))?\s*$")
 _HEADER = re.compile(r"#\s*(release|platform|glibc):\s*(\S+)\s*$")
+_PROVIDED = re.compile(r"#\s*provided:\s*([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+))?\s*$")
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,23 @@ class Pin:
 
 @dataclass(frozen=True)
 class Lock:
-    """A parsed lock; ``release``, ``platform`` and ``glibc`` come from its header."""
+    """A parsed lock; ``release``, ``platform`` and ``glibc`` come from its header.
+
+    ``provided``: packages that the lock leaves to another environment of the host (``engine_base_python``), with the
+    exact version they must have there, or None where any will do.
+    """
 
     release: str
     platform: str
     glibc: str
     pins: tuple[Pin, ...]
+    provided: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def digest(self) -> str:
         """sha256 over what would be installed; comments and order do not count."""
         lines = sorted(f"{pin.requirement} {' '.join(sorted(pin.hashes))}" for pin in self.pins)
+        lines += sorted(f"provided {name} {version or ''}" for name, version in self.provided)
         return hashlib.sha256("\n".join([self.release, self.platform, *lines]).encode()).hexdigest()
 
     @property
@@ -79,13 +86,17 @@ def parse_lock(text: str, name: str) -> Lock:
         )
     header = {"release": "", "platform": "", "glibc": ""}
     pins: list[Pin] = []
+    provided: list[tuple[str, str | None]] = []
     pending, first = "", 0
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if line.startswith("#") and not pending:
             known, wheel = _HEADER.match(line), _WHEEL.match(line)
+            given = _PROVIDED.match(line)
             if known:
                 header[known[1]] = known[2]
+            elif given:
+                provided.append((normalise(given[1]), given[2]))
             elif wheel and pins:
                 last = pins[-1]
                 pins[-1] = Pin(last.name, last.version, last.hashes, wheel[1], int(wheel[2] or 0))
@@ -111,7 +122,7 @@ def parse_lock(text: str, name: str) -> Lock:
             f"Lock {name} does not say its release and platform.",
             "Restore it, or make it again with kvfleet lock.",
         )
-    return Lock(header["release"], header["platform"], header["glibc"], tuple(pins))
+    return Lock(header["release"], header["platform"], header["glibc"], tuple(pins), tuple(provided))
 
 
 def _parse_pin(line: str, name: str, number: int) -> Pin:
@@ -142,6 +153,7 @@ def render_lock(lock: Lock, refresh: str) -> str:
         f"# glibc: {lock.glibc}",
         f"# made by: {refresh}",
         "# One wheel a package, for this platform alone. Review changes as a diff; do not edit by hand.",
+        *(f"# provided: {name}{f'=={version}' if version else ''}" for name, version in sorted(lock.provided)),
     ]
     for pin in sorted(lock.pins, key=lambda pin: pin.name):
         sums = " \\\n".join(f"    --hash=sha256:{digest}" for digest in pin.hashes)
@@ -167,6 +179,24 @@ def differences(old: Lock | None, new: Lock) -> list[str]:
         elif was is not None and now is not None and set(was.hashes) != set(now.hashes):
             lines.append(f"! {name}=={now.version}: other file ({now.wheel or 'unnamed'})")
     return lines
+
+
+def reduce_lock(lock: Lock, provided: Mapping[str, str | None], left_out: Iterable[str] = ()) -> Lock:
+    """``lock`` without the packages that another environment provides or that the load at hand does without.
+
+    ``provided`` maps names to the exact version wanted there, or None. Refuses (KVF-REL-050) names the lock lacks.
+    """
+    gone = {normalise(name) for name in (*provided, *left_out)}
+    unknown = sorted(gone - {pin.name for pin in lock.pins})
+    if unknown:
+        raise refuse(
+            "KVF-REL-050",
+            f"The lock of {lock.release} has no {', '.join(unknown)}.",
+            "Name packages of the lock.",
+        )
+    kept = tuple(pin for pin in lock.pins if pin.name not in gone)
+    given = tuple(sorted((normalise(name), version) for name, version in provided.items()))
+    return Lock(lock.release, lock.platform, lock.glibc, kept, given)
 
 
 # ------------------------------------------------------------------------------------- where packages come from

@@ -213,6 +213,8 @@ def instance_command(plan: dict[str, Any], instance: dict[str, Any], server: dic
         command += ["--gpu-memory-utilization", _number(instance["gpu_memory_utilization"])]
     if instance.get("enforce_eager"):
         command.append("--enforce-eager")
+    if instance.get("load_format", "auto") != "auto":
+        command += ["--load-format", instance["load_format"]]
     if instance.get("trust_remote_code"):
         command.append("--trust-remote-code")
     transfer = kv_transfer_config(plan, instance, server)

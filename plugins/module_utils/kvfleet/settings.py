@@ -12,6 +12,8 @@ from typing import Any
 from .findings import Finding, KvfleetError, refuse
 
 PROFILES = ("gpu", "cpu", "disk")
+#: How weights come into the engine; ``dummy`` makes random ones for measurements on hosts without a checkpoint.
+LOAD_FORMATS = ("auto", "dummy")
 
 #: Nothing that a host has comes near this; bytes written as GiB do.
 _LARGEST_GIB = 1024.0**2
@@ -39,6 +41,7 @@ INSTANCE_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
     "trust_remote_code": ("bool", None, None),
     "prefill_tokens_per_s": ("float", 0.0, 1e9),
     "engine_flags": ("flags", None, None),
+    "load_format": ("load_format", None, None),
 }
 #: Settings of the whole host, under their full names.
 HOST_OPTIONS: dict[str, tuple[str, float | None, float | None]] = {
@@ -299,6 +302,14 @@ def _convert(name: str, value: Any, option: tuple[str, float | None, float | Non
                     "KVF-SET-002",
                     f"{name} is {value!r}, which is no profile.",
                     f"Set it to one of {', '.join(PROFILES)}.",
+                )
+            return value
+        elif kind == "load_format":
+            if value not in LOAD_FORMATS:
+                raise refuse(
+                    "KVF-SET-002",
+                    f"{name} is {value!r}, which is no way to load weights.",
+                    f"Set it to one of {', '.join(LOAD_FORMATS)}.",
                 )
             return value
         elif kind == "gpus":

@@ -369,6 +369,12 @@ class _Planner:
                     "Copy the weights to the model directory first.",
                 )
             )
+        if own.get("load_format") == "dummy":
+            self._warn(
+                "KVF-MODEL-023",
+                f"Instance {own.name} serves random weights (load_format dummy): its answers mean nothing.",
+                "Leave kvfleet_load_format out for anything but measurements.",
+            )
         reasons["weights_bytes_per_rank"] = {
             "index": "from model.safetensors.index.json",
             "files": "sum of the weight files",
@@ -1471,6 +1477,7 @@ class _Planner:
             "hybrid_kv_cache_manager": draft.hybrid_manager,
             "enforce_eager": bool(own.get("enforce_eager", self.accelerator == "cpu")),
             "trust_remote_code": bool(own.get("trust_remote_code", False)),
+            "load_format": own.get("load_format", "auto"),
             "numa_nodes": draft.nodes,
             "use_odirect": self.measured.get("direct_io") is not False,
             "server": draft.server,

@@ -1,0 +1,139 @@
+"""What is packed and what is measured: data per release, load and profiles, and the inventory's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Name of the one host in the inventory and in the results.
+HOST = "gpu-proof"
+INSTANCE = "default"
+MODEL_ON_HOST = "/data/models/proof"
+SERIAL = "KVPROOF01"
+DISK_LINK = f"/dev/disk/by-id/nvme-kvfleet_proof_disk_{SERIAL}"
+PROFILES = ("gpu", "cpu", "disk", "article")
+
+#: Packages of a release's lock that an image with torch and CUDA's libraries provides, and the exact version where any
+#: other would break the release (None: the check on the host decides by the requirements of what was carried).
+PROVIDED: Mapping[str, Mapping[str, str | None]] = {
+    "cu13-0.26.0-0.5.3": {
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "cuda-bindings": None,
+        "cuda-pathfinder": None,
+        "grpcio": None,
+        "hf-xet": None,
+        "huggingface-hub": None,
+        "llvmlite": None,
+        "mpmath": None,
+        "networkx": None,
+        "numba": None,
+        "nvidia-cublas": None,
+        "nvidia-cuda-cupti": None,
+        "nvidia-cuda-nvrtc": None,
+        "nvidia-cuda-runtime": None,
+        "nvidia-cudnn-cu13": None,
+        "nvidia-cufft": None,
+        "nvidia-cufile": None,
+        "nvidia-curand": None,
+        "nvidia-cusolver": None,
+        "nvidia-cusparse": None,
+        "nvidia-cusparselt-cu13": None,
+        "nvidia-nccl-cu13": None,
+        "nvidia-nvjitlink": None,
+        "nvidia-nvshmem-cu13": None,
+        "nvidia-nvtx": None,
+        "pillow": None,
+        "safetensors": None,
+        "sympy": None,
+        "tokenizers": None,
+        "transformers": None,
+    },
+}
+#: Packages that a dense model's text load never imports; their absence is seen by the gates at installation.
+#: FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers do not notice,
+#: and the first start does not compile its kernels for minutes.
+LEFT_OUT: Mapping[str, Sequence[str]] = {
+    "cu13-0.26.0-0.5.3": (
+        "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
+        "cupy-cuda13x", "fastapi-cloud-cli", "fastar", "flashinfer-python", "google-api-core", "google-auth",
+        "google-cloud-bigtable", "google-cloud-core", "google-cloud-monitoring", "google-crc32c",
+        "grpc-google-iam-v1", "grpcio-status", "iniconfig", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc",
+        "nvidia-cuda-nvdisasm", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base",
+        "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm",
+        "opencv-python-headless", "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore",
+        "sentry-sdk", "setuptools-scm", "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton",
+        "torch-c-dlpack-ext", "torchaudio", "torchcodec", "torchvision", "vcs-versioning", "z3-solver",
+    ),
+}  # fmt: skip
+#: Requirements that are known not to hold, with the reason; everything else that the check finds stops the run.
+ACCEPTED: Mapping[str, str] = {
+    "numba": "compiles vLLM's n-gram proposer alone, which this load does not use",
+}
+#: ansible-core and what it needs, from the controller's own lock.
+CONTROLLER_PACKAGES = (
+    "ansible-core", "cffi", "cryptography", "jinja2", "markupsafe", "packaging", "pycparser", "pyyaml", "resolvelib",
+)  # fmt: skip
+STAND_IN = "docker-systemctl-replacement==1.7.1097"
+STAND_IN_SHA256 = "a73781b1fda952817174f33b2a4624403ae79e879ab0449b92e4eeda70ca8edb"
+
+
+def runs(seed: int, small: bool = False) -> list[dict[str, Any]]:
+    """The load: 200 requests over 50 prefixes of 2000 + 48 tokens, 128 out; cold at 32, then warm at 8 and at 32."""
+    shape = (
+        {"requests": 16, "prefixes": 8, "prefix_tokens": 1000, "suffix_tokens": 24, "output_tokens": 8}
+        if small
+        else {"requests": 200, "prefixes": 50, "prefix_tokens": 2000, "suffix_tokens": 48, "output_tokens": 128}
+    )
+    many, few = (4, 2) if small else (32, 8)
+    common = {"dataset": "prefix_repetition", "seed": seed, "load": "rag", **shape}
+    return [
+        {"name": f"rag-cold-c{many}", "phase": "populate", "concurrency": many, **common},
+        {"name": f"rag-warm-c{few}", "phase": "warm", "concurrency": few, **common},
+        {"name": f"rag-warm-c{many}", "phase": "warm", "concurrency": many, **common},
+    ]
+
+
+def profile_values(profile: str, small: bool = False) -> dict[str, Any]:
+    """Inventory values of one profile; ``article`` is the article's hand settings on profile cpu."""
+    buffers = {"cpu": 1.0, "disk": 0.5, "article": 1.0} if small else {"cpu": 20, "disk": 5, "article": 20}
+    values: dict[str, Any] = {"kvfleet_profile": "cpu" if profile == "article" else profile}
+    if profile in buffers:
+        values["kvfleet_buffer_gib_per_gpu"] = buffers[profile]
+    if profile == "article":
+        # its chunk of 32 tokens; its utilisation of 0.75 changes nothing beside a pool of a given size
+        values["kvfleet_chunk_tokens"] = 128 if small else 32
+    if profile == "disk":
+        values.update(
+            cache_disk_device=DISK_LINK,
+            cache_disk_serial=SERIAL,
+            cache_disk_format=True,
+            kvfleet_quota_gib=0.8 if small else 22,
+        )
+    return values
+
+
+def host_values(release: str, accelerator: str, model: str) -> dict[str, Any]:
+    """Inventory values of every profile; paths of the host are added there."""
+    cpu = accelerator == "cpu"
+    return {
+        "kvfleet_release": release,
+        "kvfleet_allow_advisories": True,
+        "kvfleet_instances": [
+            {"name": INSTANCE, "model": model, "port": 8000, "max_model_len": 8192, "max_num_seqs": 4 if cpu else 32}
+        ],
+        "kvfleet_kv_pool_gib": 0.125 if cpu else 4,
+        **({"kvfleet_dtype": "float32"} if cpu else {"kvfleet_load_format": "dummy"}),
+        "engine_source": "bundle",
+        "engine_packages": [],
+        "engine_keep_releases": 0,
+        "cache_disk_install_tools": False,
+        "smoke_benchmark_profile": "custom",
+        "smoke_benchmark_custom_runs": runs(20261129, small=cpu),
+        "smoke_benchmark_force": True,
+        "smoke_benchmark_report": False,
+        # what a tier gives is measured here, not required
+        "smoke_benchmark_min_warm_speedup_ram": 0.01,
+        "smoke_benchmark_min_warm_speedup_disk": 0.01,
+        "smoke_benchmark_run_limit_s": 240,
+    }
