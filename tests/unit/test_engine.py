@@ -202,6 +202,18 @@ def test_a_wrong_hash_in_the_lock_is_refused_by_name(host: Host) -> None:
     assert names(host.layout.releases) == []
 
 
+def test_another_build_of_the_same_version_in_the_store_is_not_taken(host: Host) -> None:
+    """uv prefers the wheel that is made for this interpreter, and would then refuse it for its hash."""
+    row, lock, text, index, folder = host.bundle()
+    bring = engine.unpack(index, folder, host.layout.bundles / "other", host.layout.wheels)
+    assert bring["release"] == "stub-1"
+    tag = stubs.PLATFORM.split("-")[0]
+    decoy = stubs.make_wheel(host.root / "decoy", "lmcache", "4.5.6", {"lmcache/__init__.py": "raise ImportError"})
+    decoy.rename(host.layout.wheels / f"lmcache-4.5.6-{tag}-{tag}-linux_x86_64.whl")
+    engine.install(host.layout, row, lock, text, host.run, bundle=index, bundle_folder=folder)
+    assert not host.layout.offered.exists()
+
+
 def test_a_truncated_part_is_refused_by_name_and_the_next_run_repairs_it(host: Host) -> None:
     row, lock, text, index, folder = host.bundle()
     part = folder / index.parts[0].name

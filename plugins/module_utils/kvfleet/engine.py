@@ -74,6 +74,11 @@ class Layout:
         return self.root / "wheels"
 
     @property
+    def offered(self) -> Path:
+        """The wheels of the bundle that is being installed, and no others."""
+        return self.root / "wheels-offered"
+
+    @property
     def incoming(self) -> Path:
         """Where parts of bundles arrive."""
         return self.root / "incoming"
@@ -410,7 +415,7 @@ def install(
         if manifest is not None:
             install_debs(layout.bundles / str(row["id"]) / "debs", packages, run)
         uv = _uv(layout, run, python, tools_lock_text, manifest)
-        wheels = layout.wheels if manifest is not None else None
+        wheels = _offered_wheels(layout, manifest) if manifest is not None else None
         target = directory_for(layout, str(row["id"]), lock.digest)
         partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
         try:
@@ -425,6 +430,7 @@ def install(
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(layout.offered, ignore_errors=True)
         # parts that an earlier run brought for a release that nobody asked for again
         shutil.rmtree(layout.incoming, ignore_errors=True)
         return {"path": str(target), "gates": [gate.as_dict() for gate in gates], "changed": True}
@@ -500,6 +506,19 @@ def bring_packages(
         _check_room(layout, lock, bundle)
         _open_bundle(layout, row, lock, bundle, bundle_folder)
         return install_debs(layout.bundles / str(row["id"]) / "debs", packages, run)
+
+
+def _offered_wheels(layout: Layout, manifest: Mapping[str, Any]) -> Path:
+    """A folder with links to the wheels of one bundle.
+
+    The store may hold another build of the same version, which uv would prefer and then refuse for its hash. The
+    folder is always the same one, because uv knows a wheel that it unpacked before by its path and time.
+    """
+    shutil.rmtree(layout.offered, ignore_errors=True)
+    layout.offered.mkdir(parents=True)
+    for name in wheel_names(manifest):
+        os.link(layout.wheels / name, layout.offered / name)
+    return layout.offered
 
 
 def install_debs(folder: Path, packages: Sequence[str], run: CommandRunner) -> bool:
