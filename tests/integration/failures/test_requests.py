@@ -95,7 +95,7 @@ def test_journal_down(ready, record):
     ready.wait("well", ready.well)
     outcome = ready.end(injected)
     seen = "kept running" if ready.pid(ENGINE) == engine else "was restarted"
-    record("journald down for 15 s", outcome, f"the instance {seen}")
+    record("journald down for 15 s", outcome, f"the instance {seen}; what it logs is lost until its next start")
 
 
 def test_exposure_is_printed_and_low(ready, capsys):
