@@ -239,6 +239,18 @@ def test_seconds_of_a_run_are_told_apart_by_who_took_them() -> None:
     assert host.own_seconds(tasks) == {"engine": 80.0, "proof": 9.0, "load": 70.0, "install": 50.0, "own": 3.5}
 
 
+def test_a_buffer_shrinks_only_where_memory_has_not_grown() -> None:
+    values = {"kvfleet_buffer_gib_per_gpu": 20}
+    assert host.fit_buffer(values, {"total_gib": 64, "available_gib": 60}) == {}
+    # the planner's own sum: 20 + 17 + an eighth of 44 do not fit 40, without most of the reserve they do
+    assert host.fit_buffer(values, {"total_gib": 44, "available_gib": 40}) == {
+        "kvfleet_ram_reserve_gib": 1,
+        "kvfleet_buffer_gib_per_gpu": 20,
+    }
+    assert host.fit_buffer(values, {"total_gib": 31, "available_gib": 29})["kvfleet_buffer_gib_per_gpu"] == 11
+    assert host.fit_buffer({}, {"total_gib": 31, "available_gib": 2}) == {}
+
+
 def test_nodes_are_made_for_partitions_that_lack_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = tmp_path / "block" / "loop7" / "loop7p1"
     part.mkdir(parents=True)

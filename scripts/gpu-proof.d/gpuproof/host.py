@@ -326,6 +326,9 @@ def _machine_id(path: Path = Path("/etc/machine-id")) -> None:
 
 def _driver_links(home: Home) -> None:
     """Let services, whose environment is clean, find the driver's libraries as on a host where they are installed."""
+    found = _which("nvidia-smi")
+    if found and shutil.which("nvidia-smi", path="/usr/local/bin:/usr/bin:/bin") is None:
+        Path("/usr/local/bin/nvidia-smi").symlink_to(found)
     if "libcuda.so.1" in call("ldconfig", "-p").stdout:
         return
     folders = _driver_folders()
@@ -333,10 +336,6 @@ def _driver_links(home: Home) -> None:
         Path("/etc/ld.so.conf.d/kvfleet-gpu-proof.conf").write_text("".join(f"{path}\n" for path in folders))
         call("ldconfig")
         home.remember(driver_folders=[str(path) for path in folders])
-    for name in ("nvidia-smi",):
-        found = _which(name)
-        if found and shutil.which(name, path="/usr/local/bin:/usr/bin:/bin") is None:
-            Path("/usr/local/bin", name).symlink_to(found)
 
 
 def _tools(home: Home) -> None:
@@ -472,11 +471,13 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
         # the plan gives at most 80 % of the partition, and 7 % of the disk stay unpartitioned
         most = int(float(state["disk"]["size_gib"]) * 0.93 * 0.75 * 10) / 10
         values["kvfleet_quota_gib"] = min(values["kvfleet_quota_gib"], most)
+    _stop_services(keep_disk=profile == "disk")
+    if not small:
+        values.update(fit_buffer(values, memory.read()))
     values.update(own)
     folder = home / "runs" / profile
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "values.json").write_text(json.dumps(values, indent=1) + "\n")
-    _stop_services(keep_disk=profile == "disk")
     before = set((home / "results").rglob("*.json"))
     started = time.monotonic()
     status, tasks = playbook(home, ["site.yml", "-e", f"@{folder / 'values.json'}"], folder / "site.log", end)
@@ -505,6 +506,22 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
     )  # fmt: skip
     say(f"{profile}: site.yml ended with {status} after {seconds} s; {_last_verdict(record) or 'no result'}")
     return 0 if status == 0 else 3
+
+
+#: host RAM in GiB of an 8B engine on one GPU beside its buffer, with some room (sizing.py: 2 + 4 + page cache, + 0.5)
+_ENGINE_RAM_GIB = 17.0
+
+
+def fit_buffer(values: Mapping[str, Any], now: Mapping[str, float]) -> dict[str, Any]:
+    """Changes for a host that shows too little memory: a machine that grows as it is used may not have grown yet.
+
+    First the reserve for the system shrinks to 1 GiB, then the buffer; both stand in the values that are kept.
+    """
+    buffer = float(values.get("kvfleet_buffer_gib_per_gpu") or 0)
+    if not buffer or now["available_gib"] >= buffer + _ENGINE_RAM_GIB + now["total_gib"] / 8:
+        return {}
+    fits = max(2.0, float(int(now["available_gib"] - _ENGINE_RAM_GIB - 1)))
+    return {"kvfleet_ram_reserve_gib": 1, "kvfleet_buffer_gib_per_gpu": min(buffer, fits)}
 
 
 def _last_verdict(record: Mapping[str, Any] | None) -> str:
