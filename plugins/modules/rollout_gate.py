@@ -41,6 +41,12 @@ options:
     description: The C(cache_disk_serial) of each active host that wants a disk tier, by host; no two may be the same.
     type: dict
     default: {}
+  recorded:
+    description:
+      - Hosts are about to be changed that were planned from a recorded description, so that the plan is not of the
+        machine that Ansible reaches. Always refused.
+    type: bool
+    default: false
   canaries:
     description: Hosts of the inventory's group C(kvfleet_canary).
     type: list
@@ -112,6 +118,7 @@ def main() -> None:
             "errors": {"type": "dict", "default": {}},
             "serving": {"type": "dict", "default": {}},
             "serials": {"type": "dict", "default": {}},
+            "recorded": {"type": "bool", "default": False},
             "canaries": {"type": "list", "elements": "str", "default": []},
             "batches": {"type": "raw"},
             "max_fail_percentage": {"type": "float", "default": 0},
@@ -134,6 +141,15 @@ def main() -> None:
                 lost=lost,
             )
         module.exit_json(changed=False, lost=lost)
+    if options["recorded"]:
+        module.fail_json(
+            msg=(
+                "KVF-HOST-086: The hosts are planned from kvfleet_host_facts_file, a recorded description, so nothing is "
+                "deployed: the plan is not of the machine behind the connection. Leave kvfleet_host_facts_file out to "
+                "deploy; playbooks/plan.yml shows the plan."
+            ),
+            lost=lost,
+        )
     batches, wrong = rollout.check_batches(options["batches"] or list(rollout.DEFAULT_BATCHES))
     hosts = [
         rollout.HostState(

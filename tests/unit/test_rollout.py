@@ -139,6 +139,12 @@ def test_no_two_hosts_name_the_same_disk(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+def test_a_recorded_host_is_never_deployed(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = call(capsys, stage="plan", hosts=["a"], active=["a"], recorded=True)
+    assert answer["failed"]
+    assert "KVF-HOST-086" in str(answer["msg"])
+
+
 def test_the_gate_between_batches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "failed" not in call(capsys, stage="wave", hosts=["a", "b"], active=["a"], max_fail_percentage=50)
     stopped = call(capsys, stage="wave", hosts=["a", "b"], active=["a"], max_fail_percentage=49)
