@@ -197,7 +197,8 @@ class Fleet:
             "kvfleet_dtype": "float32", "kvfleet_kv_pool_gib": 1, "kvfleet_buffer_gib_per_gpu": 2,
             "kvfleet_instances": [{"name": "tiny", "model": "/data/models/tiny", "port": self.port,
                                    "max_model_len": 4096, "max_num_seqs": 4}],
-            "engine_packages": [], "rollout_allow_recorded": True, "smoke_benchmark_report": False, "vllm_instance_settle_s": 0,
+            "engine_packages": [], "rollout_allow_recorded": True,
+            "smoke_benchmark_report": False, "vllm_instance_settle_s": 0,
         }  # fmt: skip
         (folder / "group_vars" / "all.json").write_text(json.dumps(values))
         return folder
