@@ -145,8 +145,8 @@ def main() -> None:
         module.fail_json(
             msg=(
                 "KVF-HOST-086: The hosts are planned from kvfleet_host_facts_file, a recorded description, so nothing "
-                "is deployed: the plan is not of the machine behind the connection. Leave kvfleet_host_facts_file out to "
-                "deploy; playbooks/plan.yml shows the plan."
+                "is deployed: the plan is not of the machine behind the connection. Leave kvfleet_host_facts_file "
+                "out to deploy; playbooks/plan.yml shows the plan."
             ),
             lost=lost,
         )
