@@ -92,6 +92,13 @@ def test_false_needs_a_no_form():
     assert check({"max-num-batched-tokens": False})[0][0][0] == "KVF-SET-022"
 
 
+@pytest.mark.parametrize(
+    "flags_given", [{"chat-template": "a\nb"}, {"chat-template\n": 1, "allowed-origins": ["x\ty"]}]
+)
+def test_control_characters_are_refused_before_a_unit_is_rendered(flags_given):
+    assert {code for code, _ in check(flags_given)[0]} >= {"KVF-SET-002"}
+
+
 def test_an_unknown_release_warns():
     errors, warnings = flags.check({"x": 1}, None, "vllm serve 9.9", "engine_flags")
     assert errors == []

@@ -112,6 +112,17 @@ def check(
     warnings: list[Finding] = []
     for name, value in flags.items():
         flag = normal(name)
+        if any(ord(character) < 32 for word in words({name: value}) for character in word):
+            # no unit file can carry it
+            errors.append(
+                Finding(
+                    "KVF-SET-002",
+                    f"{flag!r} in {variable} holds a control character.",
+                    f"Write {variable} without line breaks and tabs.",
+                    {"flag": flag},
+                )
+            )
+            continue
         positive = f"--{flag[5:]}" if flag.startswith("--no-") else flag
         if flag in MANAGED or positive in MANAGED:
             owner = MANAGED.get(flag) or MANAGED[positive]
