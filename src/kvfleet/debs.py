@@ -13,7 +13,7 @@ from kvfleet.core.command import CommandResult, CommandRunner, run_command
 from kvfleet.core.findings import refuse
 
 #: what roles install on a host besides the packages of its release (cache_disk: partitions, file systems, speed)
-ROLE_PACKAGES = ("gdisk", "util-linux", "e2fsprogs", "xfsprogs", "fio")
+ROLE_PACKAGES = ("gdisk", "util-linux", "e2fsprogs", "xfsprogs", "fio", "nginx")
 _INSTALL = re.compile(r"^Inst (?P<name>\S+) \((?P<version>\S+) ", re.MULTILINE)
 _LIMIT_S = 900.0
 

@@ -21,7 +21,7 @@ def plan(profile="disk", mode="mp", accelerator="cuda"):
             "connector": "LMCacheMPConnector" if mode == "mp" else "LMCacheConnectorV1",
             "connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector" if mode == "mp" else None,
         },
-        "host": {"accelerator": accelerator},
+        "host": {"accelerator": accelerator, "disk": {"quota_gib": 100.0, "floor_gib": 20.0}},
         "paths": {
             "current": "/opt/kvfleet/current",
             "etc": "/etc/kvfleet",

@@ -165,10 +165,10 @@ def _has_kinds(record: Mapping[str, Any]) -> bool:
 
 
 def _has_instances(part: Any) -> bool:
-    """Whether ``truth`` or ``load`` is absent, or lists named instances."""
+    """Whether ``truth`` or ``load`` is absent, or lists named instances; a host that died in it left none."""
     if part is None:
         return True
-    instances = part.get("instances") if isinstance(part, dict) else None
+    instances = part.get("instances", []) if isinstance(part, dict) else None
     return _are_objects(instances) and all(
         isinstance(entry.get("name"), str)
         and isinstance(entry.get("ttft_ms") or {}, dict)
