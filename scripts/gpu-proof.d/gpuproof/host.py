@@ -490,7 +490,12 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
         # the proof refused this host's answers; the figures are worth having all the same, and say so
         say(f"{profile}: no load was measured (status {status}); measuring without the proof")
         words = [str(home / "tree" / "scripts" / "gpu-proof.d" / "load.yml"), "-e", f"@{folder / 'values.json'}"]
-        words += ["-e", f"gpu_proof_load={folder / 'load.json'}"]
+        words += [
+            "-e",
+            f"gpu_proof_load={folder / 'load.json'}",
+            "-e",
+            f"gpu_proof_plans={home / 'plans' / 'plans.json'}",
+        ]
         _, more = playbook(home, words, folder / "load.log", end)
         tasks += more
     busy = memory.read()

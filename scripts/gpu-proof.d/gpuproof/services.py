@@ -23,7 +23,8 @@ NOT_ENFORCED = (
     "Type=exec: a program that cannot be executed is noticed by the readiness check alone",
     "PartOf= and Requires= between units",
     "timers: recorded as enabled, never run",
-    "control groups: memory and processes of a unit are not counted apart",
+    "limits of control groups (OOMPolicy and the like)",
+    "credentials (LoadCredential)",
 )
 #: What it does enforce, or the stand-in's front adds.
 ENFORCED = (
@@ -58,6 +59,9 @@ def install(wheels: Path, target: Path) -> dict[str, Any]:
         path.write_text(text)
         path.chmod(0o755)
     LOGS.mkdir(parents=True, exist_ok=True)
+    groups = Path("/sys/fs/cgroup")
+    if not any((groups / name / "cgroup.procs").exists() for name in ("", "systemd", "unified")):
+        subprocess.run(["mount", "-t", "cgroup2", "cgroup2", str(groups)], capture_output=True, check=False)
     Path("/etc/systemd/system").mkdir(parents=True, exist_ok=True)
     return {
         "kind": "docker-systemctl-replacement",

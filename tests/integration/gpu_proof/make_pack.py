@@ -33,6 +33,7 @@ _NVIDIA_SMI = """#!/bin/sh
 case "$*" in
   *name,memory.total,driver*) echo "NVIDIA H200, 143771 MiB, 580.159.04";;
   *driver_version,name*) echo "580.159.04, NVIDIA H200";;
+  *uuid,memory.total,memory.free*) echo "GPU-a492423d-b271-c68b-7365-f92dbc35b343, 143771, 143100";;
   *utilization.gpu*) echo "0, 20000, 50";;
   *) echo "0, GPU-a492423d-b271-c68b-7365-f92dbc35b343, NVIDIA H200, 143771, 0, 00000000:00:06.0, 5, 16,"\
  "580.159.04, Disabled, 9.0, 616";;
