@@ -142,6 +142,14 @@ def test_eager_compiles_nothing():
     assert "TORCH_COMPILE_DISABLE" not in compiled["instances"][0]["environment"]
 
 
+def test_an_in_process_plan_without_a_quota_still_tells_its_errors():
+    # a disk that is too small leaves no quota; the plan's own error says so
+    p = plan(mode="in_process")
+    p["instances"][0]["quota_gib"] = None
+    services.attach_commands(p)
+    assert p["instances"][0]["lmcache_config"]["max_local_disk_size"] == 0
+
+
 def test_in_process_release_gets_sizes_per_rank():
     p = plan(mode="in_process")
     services.attach_commands(p)

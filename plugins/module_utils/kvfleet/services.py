@@ -261,7 +261,7 @@ def in_process_config(plan: dict[str, Any], instance: dict[str, Any]) -> dict[st
     }
     if instance["profile"] == "disk":
         config["local_disk"] = f"file://{plan['paths']['cache_data']}/{instance['name']}/"
-        config["max_local_disk_size"] = instance["quota_gib"] / instance["tensor_parallel_size"]
+        config["max_local_disk_size"] = (instance["quota_gib"] or 0) / instance["tensor_parallel_size"]
         config["extra_config"] = {"use_odirect": bool(instance.get("use_odirect", True))}
     return config
 
