@@ -228,15 +228,18 @@ def test_what_the_engine_logs_about_itself_is_found() -> None:
 
 
 def test_seconds_of_a_run_are_told_apart_by_who_took_them() -> None:
+    # headings and times of a run that was watched: the engine took from 18.9 to 126.8
     tasks = [
-        {"name": "host_plan : Compute the plan", "seconds": 3.0},
-        {"name": "engine : Build and prove the release", "seconds": 50.0},
-        {"name": "vllm_instance : Bring servers and instances to the rendered state", "seconds": 80.0},
-        {"name": "smoke_benchmark : Check that every tier serves the same answer as computing", "seconds": 9.0},
-        {"name": "smoke_benchmark : Put the load on the host", "seconds": 70.0},
-        {"name": "host_plan : Keep the plan on the host", "seconds": 0.5},
+        {"name": "host_plan : Compute the plan", "at": 3.0},
+        {"name": "engine : Build and prove the release", "at": 53.0},
+        {"name": "vllm_instance : Take the host out of traffic before a restart", "at": 53.5},
+        {"name": "vllm_instance : Bring servers and instances to the rendered state", "at": 133.5},
+        {"name": "smoke_benchmark : Check that every tier serves the same answer as computing", "at": 142.5},
+        # another playbook
+        {"name": "Put the load on the host", "at": 70.0},
+        {"name": "host_plan : Keep the plan on the host", "at": 70.5},
     ]
-    assert host.own_seconds(tasks) == {"engine": 80.0, "proof": 9.0, "load": 70.0, "install": 50.0, "own": 3.5}
+    assert host.own_seconds(tasks) == {"engine": 80.0, "proof": 9.0, "load": 70.0, "install": 50.0, "own": 4.0}
 
 
 def test_a_buffer_shrinks_only_where_memory_has_not_grown() -> None:
@@ -332,7 +335,10 @@ def test_the_page_keeps_what_is_outside_of_the_marks_and_names_what_was_not_run(
 def test_results_of_several_commands_are_merged_and_never_overwritten(tmp_path: Path) -> None:
     collected, results = tmp_path / "out", tmp_path / "results"
     collected.mkdir()
-    outcomes = {"gpu": {"ran": True, "time": "20261130T010203Z", "tasks": [1]}, "cpu": {"ran": False, "reason": "r"}}
+    outcomes = {
+        "gpu": {"ran": True, "time": "20261130T010203Z", "tasks": [{"name": "x", "at": 1.0}]},
+        "cpu": {"ran": False, "reason": "r"},
+    }
     (collected / "summary.json").write_text(json.dumps({"proof": SUMMARY["proof"], "profiles": outcomes}))
     (collected / "results-gpu.json").write_text(json.dumps(TRIAL["gpu"]))
     names = sorted(path.name for path in report.store(collected, results))

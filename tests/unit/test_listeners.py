@@ -37,3 +37,10 @@ def test_an_unplanned_socket_is_wrong_only_where_others_reach_it():
 def test_an_api_that_is_planned_for_every_interface_may_be_there():
     wide = [{**PLAN[0], "address": EVERY}]
     assert codes(wide, [socket(address=EVERY)]) == []
+
+
+def test_a_planned_range_may_be_used_or_not():
+    inner = {"unit": UNIT, "address": EVERY, "port": 28000, "ports": 16, "purpose": "PyTorch's rendezvous"}
+    assert codes([*PLAN, inner], [socket()]) == []
+    assert codes([*PLAN, inner], [socket(), socket(28000, "::"), socket(28015, EVERY)]) == []
+    assert codes([*PLAN, inner], [socket(), socket(28016, EVERY)]) == ["KVF-SVC-012"]

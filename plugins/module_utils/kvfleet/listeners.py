@@ -21,16 +21,20 @@ def compare(
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Return what is wrong, and the sockets of our units that the plan does not name but that only loopback reaches.
 
-    ``planned`` holds ``{"unit", "address", "port", "purpose"}``, ``found`` what :func:`hostfacts.listeners` returns.
+    ``planned`` holds ``{"unit", "address", "port", "purpose"}``, ``found`` what :func:`hostfacts.listeners` returns. A
+    planned entry with ``ports`` is a range that may be used or not, on any address up to the planned one.
     Wrong is a planned socket that its unit does not hold (KVF-SVC-010), one that is bound wider than planned (-011),
     and one that the plan does not name and that other hosts can reach (-012).
     """
     findings: list[Finding] = []
     inner: list[dict[str, Any]] = []
     ours = [entry for entry in found if str(entry.get("unit") or "").startswith("kvfleet-")]
-    expected = set()
+    expected: set[tuple[str, int]] = set()
     for want in planned:
         unit, address, port = str(want["unit"]), str(want["address"]), int(want["port"])
+        if want.get("ports"):
+            expected.update((unit, port + offset) for offset in range(int(want["ports"])))
+            continue
         expected.add((unit, port))
         held = [str(entry["address"]) for entry in ours if entry["unit"] == unit and int(entry["port"]) == port]
         if not held:

@@ -70,6 +70,8 @@ QUOTA_SHARE_MAX = 0.8
 QUOTA_WINDOW = (1 / 3, 1 / 2)
 #: Highest TCP port.
 _LAST_PORT = 65535
+#: ports that the engine may take from an instance's inner base upwards
+INNER_PORTS = 16
 #: Where L1 lives on a CPU host, as messages call it.
 _SHM = "the file system at /dev/shm"
 #: LMCache's class that keeps vLLM's hybrid KV cache manager on.
@@ -1370,14 +1372,22 @@ class _Planner:
         for instance in plan["instances"]:
             # the engine scans upwards from here: 16 ports each, below the range for outgoing connections
             internal = 20000 + instance["port"] * 16 % 12000
-            while any(internal <= port < internal + 16 for port in taken):
-                internal += 16
+            while any(internal <= port < internal + INNER_PORTS for port in taken):
+                internal += INNER_PORTS
             instance["internal_port"] = internal
             taken[internal] = f"the inner ports of instance {instance['name']}"
         listeners = []
         for instance in plan["instances"]:
             unit = f"kvfleet-vllm@{instance['name']}.service"
             listeners.append({"unit": unit, "address": address, "port": instance["port"], "purpose": "vLLM API"})
+            if self.accelerator != "cpu":
+                # seen on an H200: PyTorch's store listens on every interface, for one GPU too, whatever is set
+                listeners.append(
+                    {
+                        "unit": unit, "address": "0.0.0.0", "port": instance["internal_port"], "ports": INNER_PORTS,  # noqa: S104
+                        "purpose": "PyTorch's rendezvous; let the host's firewall close it",
+                    }
+                )  # fmt: skip
         for server in plan["servers"]:
             unit = f"kvfleet-lmcache@{server['name']}.service"
             listeners.append(

@@ -589,9 +589,7 @@ def playbook(home: Home, words: Sequence[str], log: Path, end: float) -> tuple[i
             kept.flush()
             match = _TASK.match(line)
             if match:
-                if tasks:
-                    tasks[-1]["seconds"] = round(now - tasks[-1]["at"], 2)
-                tasks.append({"name": match["name"], "at": round(now, 2), "seconds": 0.0})
+                tasks.append({"name": match["name"], "at": round(now, 2)})
                 if line.startswith("TASK") and any(
                     word in line for word in ("Bring servers", "Build", "Put the load", "Check that")
                 ):
@@ -600,8 +598,6 @@ def playbook(home: Home, words: Sequence[str], log: Path, end: float) -> tuple[i
                 say(f"  {now:6.1f} {line.strip()[:600]}")
         status = process.wait()
         timer.cancel()
-    if tasks:
-        tasks[-1]["seconds"] = round(time.monotonic() - start - tasks[-1]["at"], 2)
     return (124 if expired.is_set() else status), tasks
 
 
@@ -705,10 +701,17 @@ _NOT_OURS = ("Bring servers and instances", "Check that every tier", "Put the lo
 
 
 def own_seconds(tasks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of a run: ``engine`` (its start), ``proof``, ``load``, ``install``, and kvfleet's ``own``."""
+    """Seconds of a run: ``engine`` (its start), ``proof``, ``load``, ``install``, and kvfleet's ``own``.
+
+    Into a pipe Ansible writes a task's heading together with its first result, so ``at`` is when the task ended. A time
+    before the last one begins another playbook.
+    """
     spent = {"engine": 0.0, "proof": 0.0, "load": 0.0, "install": 0.0, "own": 0.0}
     names = dict(zip(_NOT_OURS, ("engine", "proof", "load", "install"), strict=True))
+    last = 0.0
     for task in tasks:
+        ended = float(task["at"])
         kind = next((kind for text, kind in names.items() if text in str(task["name"])), "own")
-        spent[kind] += float(task["seconds"])
+        spent[kind] += ended - last if ended >= last else ended
+        last = ended
     return {key: round(value, 1) for key, value in spent.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import settings
+from .host import own_seconds
 
 ROOT = Path(__file__).resolve().parents[3]
 BEGIN, END = "<!-- gpu-proof: made by scripts/gpu-proof report -->", "<!-- gpu-proof: end -->"
@@ -36,7 +37,12 @@ def store(collected: Path, results: Path) -> list[Path]:
         target = results / f"{time}-{release}-{name}.json"
         data = json.loads(source.read_text())
         for outcome in (data.get("profiles") or {}).values():
-            outcome.pop("tasks", None)
+            tasks = outcome.pop("tasks", None)
+            if tasks:
+                outcome["own"] = own_seconds(tasks)
+        told = summary["profiles"].get(name, {}).get("tasks")
+        if told and "outcome" in data:
+            data["outcome"]["own"] = own_seconds(told)
         text = json.dumps(data, indent=1, sort_keys=True) + "\n"
         if not target.exists() or name == "summary":
             target.write_text(text)
@@ -200,7 +206,9 @@ def render(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any])
         return "Not run yet.\n"
     proof, services = summary["proof"], summary.get("services") or {}
     some = next(iter(records.values()), {})
-    environment = some.get("environment") or {}
+    environment: Mapping[str, Any] = next(
+        (record["environment"] for record in records.values() if record.get("environment")), {}
+    )
     gpus = ", ".join(environment.get("gpus") or []) or "no GPU"
     times = sorted(str(record.get("time") or record["outcome"]["time"]) for record in records.values())
     load: Mapping[str, Any] = next((run["run"] for run in runs_of(some) if run["run"]["phase"] == "warm"), {})
