@@ -1,4 +1,4 @@
-"""On the controller: collected results into ``results/gpu/``, and the page's section that is made of them."""
+"""On the controller: collected results into ``docs/measured/gpu/``, and the page's section that is made of them."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def replace_section(page: str, section: str) -> str:
 
 def main(collected: Sequence[Path], results: Path | None, document: Path | None) -> int:
     """Store what was collected, then write the section; exit status 0."""
-    results = results or ROOT / "results" / "gpu"
+    results = results or ROOT / "docs" / "measured" / "gpu"
     document = document or ROOT / "docs" / "benchmarks.md"
     for folder in collected:
         for path in store(folder, results):
