@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         if name in ("run", "collect"):
             one.add_argument("--output", type=Path, required=True, help="folder for what is collected")
 
-    report = commands.add_parser("report", help="on the controller: collected results into docs/measured/gpu and the docs")
+    report = commands.add_parser("report", help="collected results into docs/measured and docs/benchmarks.md")
     report.add_argument("--collected", type=Path, nargs="*", default=[], help="folders that run wrote")
     report.add_argument("--results", type=Path, default=None, help="folder of the results files")
     report.add_argument("--document", type=Path, default=None, help="page whose section is replaced")
