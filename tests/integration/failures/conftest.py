@@ -29,7 +29,7 @@ def deploy(folder: Path, cache: Path) -> None:
     playbook = Path(sys.executable).parent / "ansible-playbook"
     environment = dict(os.environ, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"))
     subprocess.run(
-        [playbook, "-i", inventory, "-e", f"@{HERE / 'values.yml'}", HERE / "deploy.yml"],
+        [playbook, "-i", inventory, "-e", f"@{HERE / 'values.yml'}", ROOT / "site.yml"],
         cwd=ROOT, env=environment, check=True, timeout=580,
     )  # fmt: skip
 
