@@ -174,7 +174,40 @@ def test_the_inventory_of_every_profile_holds_known_names_only(profile: str) -> 
     values = {**settings.host_values(RELEASE, "cuda", "/m"), **settings.profile_values(profile)}
     planner = {key: value for key, value in values.items() if key.startswith(("kvfleet_", "cache_disk_"))}
     parsed = parse_settings(planner)
-    assert parsed.profile == ("cpu" if profile == "article" else profile)
+    assert parsed.profile == ("cpu" if profile == "article" else profile.partition("-")[0])
+    pool = parsed.instances[0].get("kv_pool_gib")
+    assert pool == {"whole": None, "tp2": 2.0}.get(profile.partition("-")[2], 4.0)
+
+
+def test_every_point_of_the_load_is_warm_only_after_its_own_cold_pass() -> None:
+    runs = settings.runs(7, concurrencies=(1, 4, 8, 16, 32))
+    assert [(run["phase"], run["concurrency"]) for run in runs] == [
+        ("populate", 32), ("warm", 8), ("warm", 16), ("warm", 32), ("populate", 32), ("warm", 4), ("warm", 1),
+    ]  # fmt: skip
+    # the same prompts come back only with the same number of them and the same seed
+    assert {(run["load"], run["requests"], run["seed"]) for run in runs} == {("rag", 200, 7), ("rag-few", 50, 8)}
+    assert [run["load"] for run in settings.runs(7, concurrencies=(1,))] == ["rag-few", "rag-few"]
+
+
+UNIT = """[Unit]
+Description=x
+
+[Service]
+User=kvfleet
+ExecStart=/opt/python -m vllm serve /m \\
+  --port 8000 \\
+  --max-num-seqs 32
+ExecStartPost=/ready
+"""
+
+
+def test_a_trial_adds_its_words_to_the_engine_and_to_nothing_else() -> None:
+    text = host.Change(("--name", "a 100%"), ("A=1",)).unit(UNIT)
+    assert '[Service]\nEnvironment="A=1"\nUser=kvfleet\n' in text
+    assert '  --max-num-seqs 32 \\\n  "--name" "a 100%%"\nExecStartPost=/ready\n' in text
+    assert host.Change().unit(UNIT) == UNIT
+    with pytest.raises(host.ProofError, match="no ExecStart"):
+        host.Change(("--name",)).unit("[Service]\n")
 
 
 def test_the_load_is_one_that_the_instance_can_take() -> None:
@@ -269,9 +302,10 @@ def test_nodes_are_made_for_partitions_that_lack_one(tmp_path: Path, monkeypatch
 
 
 def run(phase: str, concurrency: int, rate: float, ttft: float) -> dict[str, Any]:
+    word = "cold" if phase == "populate" else "warm"
     shape = {
-        "phase": phase, "concurrency": concurrency, "requests": 200, "prefixes": 50, "prefix_tokens": 2000,
-        "suffix_tokens": 48, "output_tokens": 128,
+        "name": f"rag-{word}-c{concurrency}", "phase": phase, "concurrency": concurrency, "requests": 200,
+        "prefixes": 50, "prefix_tokens": 2000, "suffix_tokens": 48, "output_tokens": 128,
     }  # fmt: skip
     series = {"mean": ttft, "p99": 2 * ttft}
     return {"run": shape, "figures": {"requests_per_s": rate, "ttft": series, "tpot": {"mean": 6.0}, "failed": 0}}
@@ -309,7 +343,7 @@ def test_goals_are_judged_by_the_trials_own_numbers() -> None:
     assert lines["requests/s at 32, cold, profile cpu against gpu"] == ("1.01x", "met")
     assert lines["GPU KV tokens, profile gpu"] == ("32768 planned, 32768 logged (0.0%)", "met")
     article = lines["the same against the article's hand settings (chunk 32, buffer 20)"]
-    assert article == ("-", "not run (article: not run)")
+    assert article == ("-", "not run (article: not asked for)")
 
 
 def test_the_plans_word_is_held_against_every_concurrency() -> None:
@@ -323,13 +357,34 @@ def test_the_plans_word_is_held_against_every_concurrency() -> None:
 
 def test_the_page_keeps_what_is_outside_of_the_marks_and_names_what_was_not_run() -> None:
     section = report.render(TRIAL, SUMMARY)
-    assert "| disk | | | not run: only 90 s were left of the budget" in section
-    assert "| cpu | warm | 32 | 18.81 | 1.57x | 733.5 | 1467.0 | 6.00 | 0 |" in section
+    assert "| disk | | | | not run: only 90 s were left of the budget" in section
+    assert "| cpu | warm | 32 | 200 | 18.81 | 1.57x | 733.5 | 1467.0 | 6.00 | 0 |" in section
     page = report.replace_section("# Benchmarks\n\ntext\n", section)
     again = report.replace_section(page + "\nmore\n", "new\n")
     assert again.startswith("# Benchmarks\n\ntext\n")
     assert again.rstrip().endswith("more")
     assert section not in again
+
+
+def test_a_trial_stands_beside_the_profile_that_it_changed() -> None:
+    tried = {
+        **record("try-native", run("warm", 32, 15.0, 900.0)), "base": "gpu",
+        "change": {"flags": ["--kv-offloading-size", "20"], "environment": [], "lmcache": {}},
+    }  # fmt: skip
+    failed = {**tried, "proof_profile": "try-no", "load": None, "errors": ["ERROR no such thing"]}
+    section = report.render(TRIAL, SUMMARY, [tried, failed])
+    assert "| native | gpu | `--kv-offloading-size 20` | warm | 32 | 15.00 | 1.25x | 1.25x | 900.0 | 6.00 |" in section
+    assert "| no | gpu | `--kv-offloading-size 20` | | | not run: ERROR no such thing | | | | |" in section
+
+
+def test_what_was_planned_stands_beside_what_was_measured() -> None:
+    measured = record("cpu", run("warm", 8, 1.0, 1.0))
+    measured["plan"]["instances"][0].update(
+        kv_bytes_per_token_per_rank=131072, tiers={"cpu": {"pays": "yes", "needed_bytes_per_s": 131072 * 30000}}
+    )
+    measured["truth"] = {"instances": [{"prefill_tokens_per_s": 25000.0}]}
+    section = report.render({"cpu": measured}, SUMMARY)
+    assert "| cpu | prefill tokens/s (the break-even is made of it) | 30,000 | 25,000 | +20.0% |" in section
 
 
 def test_results_of_several_commands_are_merged_and_never_overwritten(tmp_path: Path) -> None:

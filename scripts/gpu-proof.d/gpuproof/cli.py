@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from . import settings
 
 HOME = Path("/var/lib/kvfleet-gpu-proof")
 
@@ -33,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     for name, text in (
         ("unpack", "on the host: verify the parts, unpack them, make the controller and the model"),
         ("run", "on the host: site.yml and the load for each profile, results after each"),
+        ("try", "on the host: settings by hand on top of the profile that runs now, measured and put back"),
         ("collect", "on the host: results, plans, units, journals and logs into one folder"),
     ):
         one = commands.add_parser(name, help=text)
@@ -42,13 +46,18 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--python", default="python3", help="interpreter of the environment that holds torch")
             one.add_argument("--memory-gib", type=int, default=0, help="touch this much memory first (growing VMs)")
         if name == "run":
-            one.add_argument(
-                "--profiles", default="gpu,cpu,disk", help="of gpu, cpu, disk, article (its hand settings)"
-            )
-            one.add_argument("--budget", type=float, default=540.0, help="seconds until everything must have ended")
+            one.add_argument("--profiles", default="gpu,cpu,disk", help=f"of {', '.join(settings.PROFILES)}")
             one.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="inventory value for all")
             one.add_argument("--disk-gib", type=float, default=0.0, help="size of the loop-backed disk; 0 = chosen")
-        if name in ("run", "collect"):
+        if name == "try":
+            one.add_argument("--name", required=True, help="name of the trial in the results")
+            one.add_argument("--flags", default="", help="words added to the engine's command line")
+            one.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE", help="of the unit")
+            one.add_argument("--lmcache", default="{}", metavar="JSON", help="settings of LMCache inside the engine")
+        if name in ("run", "try"):
+            one.add_argument("--budget", type=float, default=540.0, help="seconds until everything must have ended")
+            one.add_argument("--concurrency", default="", help="points of the load, as 1,4,8,16,32 (default: 8,32)")
+        if name in ("run", "try", "collect"):
             one.add_argument("--output", type=Path, required=True, help="folder for what is collected")
 
     report = commands.add_parser("report", help="collected results into docs/measured and docs/benchmarks.md")
@@ -74,7 +83,7 @@ def _dispatch(options: argparse.Namespace) -> int:
     if options.command == "pack":
         from kvfleet.core.units import parse_bytes
 
-        from . import pack, settings
+        from . import pack
 
         python = options.python or ("3.12" if options.release in settings.PROVIDED else "")
         index = pack.pack(
@@ -98,5 +107,14 @@ def _dispatch(options: argparse.Namespace) -> int:
         profiles = [word for word in options.profiles.split(",") if word]
         own = dict(word.split("=", 1) for word in options.set)
         values = {name: json.loads(text) for name, text in own.items()}
-        return host.run(options.home, profiles, options.budget, options.disk_gib, options.output, values)
+        return host.run(
+            options.home, profiles, options.budget, options.disk_gib, options.output, values, _points(options)
+        )
+    if options.command == "try":
+        change = host.Change(tuple(shlex.split(options.flags)), tuple(options.environment), json.loads(options.lmcache))
+        return host.attempt(options.home, options.name, change, options.budget, options.output, _points(options))
     return host.collect(options.home, options.output)
+
+
+def _points(options: argparse.Namespace) -> list[int]:
+    return [int(word) for word in options.concurrency.split(",") if word]

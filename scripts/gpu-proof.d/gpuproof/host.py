@@ -17,6 +17,7 @@ import time
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ TOOLS = {
     "gcc": "compilation at run time", "ldconfig": "the driver",
 }  # fmt: skip
 #: seconds that a profile needs at least; less left is not worth a start
-LEAST_S = {"gpu": 150, "cpu": 150, "disk": 160, "article": 150}
+LEAST_S = {name: 160 if name == "disk" else 150 for name in settings.PROFILES}
 #: seconds kept for collecting at the end of the budget
 RESERVE_S = 12
 
@@ -376,10 +377,11 @@ def run(
     disk_gib: float,
     output: Path,
     own: Mapping[str, Any] | None = None,
+    concurrencies: Sequence[int] = (),
 ) -> int:
     """Each profile with site.yml and its load within ``budget_s`` seconds; results land in ``output`` after each.
 
-    ``own`` are inventory values that win over those of every profile.
+    ``own`` are inventory values that win over those of every profile; ``concurrencies`` other points than the usual.
     """
     end = time.monotonic() + budget_s - RESERVE_S
     home = Home(folder)
@@ -388,6 +390,7 @@ def run(
     unknown = [profile for profile in profiles if profile not in settings.PROFILES]
     if unknown:
         raise ProofError(f"Unknown profiles {', '.join(unknown)}; known are {', '.join(settings.PROFILES)}.")
+    own = {**_load(proof, concurrencies), **(own or {})}
     _inventory(home, proof)
     if "idle" not in home.read():
         home.remember(idle=memory.read())
@@ -407,9 +410,17 @@ def run(
                 found = disk.attach(home / "disk.img", disk_gib or (3.0 if proof["accelerator"] == "cpu" else 0.0))
             home.remember(disk={**home.read().get("disk", {}), **found})
             say(f"disk: {found}")
-        status = max(status, _profile(home, profile, end, own or {}))
+        status = max(status, _profile(home, profile, end, own))
         collect(folder, output)
     return status
+
+
+def _load(proof: Mapping[str, Any], concurrencies: Sequence[int]) -> dict[str, Any]:
+    """Inventory values of a load with these points; nothing for the usual ones."""
+    if not concurrencies:
+        return {}
+    small = proof["accelerator"] == "cpu"
+    return {"smoke_benchmark_custom_runs": settings.runs(settings.SEED, small, concurrencies)}
 
 
 def _inventory(home: Home, proof: Mapping[str, Any]) -> None:
@@ -480,6 +491,7 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
     (folder / "values.json").write_text(json.dumps(values, indent=1) + "\n")
     before = set((home / "results").rglob("*.json"))
     started = time.monotonic()
+    home.remember(deployed=profile)
     status, tasks = playbook(home, ["site.yml", "-e", f"@{folder / 'values.json'}"], folder / "site.log", end)
     seconds = round(time.monotonic() - started, 1)
     fresh = sorted(set((home / "results").rglob("*.json")) - before)
@@ -489,15 +501,7 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
     if not measured and end - time.monotonic() > 40 and services.answers(8000):
         # the proof refused this host's answers; the figures are worth having all the same, and say so
         say(f"{profile}: no load was measured (status {status}); measuring without the proof")
-        words = [str(home / "tree" / "scripts" / "gpu-proof.d" / "load.yml"), "-e", f"@{folder / 'values.json'}"]
-        words += [
-            "-e",
-            f"gpu_proof_load={folder / 'load.json'}",
-            "-e",
-            f"gpu_proof_plans={home / 'plans' / 'plans.json'}",
-        ]
-        _, more = playbook(home, words, folder / "load.log", end)
-        tasks += more
+        tasks += _measure(home, folder, folder / "values.json", end)
     busy = memory.read()
     _save_services(folder)
     plans = home / "plans" / "plans.json"
@@ -511,6 +515,13 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
     )  # fmt: skip
     say(f"{profile}: site.yml ended with {status} after {seconds} s; {_last_verdict(record) or 'no result'}")
     return 0 if status == 0 else 3
+
+
+def _measure(home: Home, folder: Path, values: Path, end: float) -> list[dict[str, Any]]:
+    """The load on what runs now, without a deploy or a proof, into ``load.json`` of ``folder``; the run's tasks."""
+    words = [str(home / "tree" / "scripts" / "gpu-proof.d" / "load.yml"), "-e", f"@{values}"]
+    words += ["-e", f"gpu_proof_load={folder / 'load.json'}", "-e", f"gpu_proof_plans={home / 'plans' / 'plans.json'}"]
+    return playbook(home, words, folder / "load.log", end)[1]
 
 
 #: host RAM in GiB of an 8B engine on one GPU beside its buffer, with some room (sizing.py: 2 + 4 + page cache, + 0.5)
@@ -620,6 +631,98 @@ def _save_services(folder: Path) -> None:
         (target / f"{unit}.journal").write_text("\n".join(lines) + "\n")
 
 
+# ---------------------------------------------------------------------------------------------------- try
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a trial changes by hand on the unit that the profile before rendered."""
+
+    #: words that follow the engine's command line
+    flags: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    #: settings of LMCache inside the engine
+    lmcache: Mapping[str, Any] = field(default_factory=dict)
+
+    def unit(self, text: str) -> str:
+        """The unit's text with its own environment and words."""
+        lines = [f"Environment={systemd_word(word)}" for word in self.environment]
+        text = text.replace("[Service]\n", "\n".join(["[Service]", *lines, ""]), 1)
+        if not self.flags:
+            return text
+        found = re.search(r"^ExecStart=(?:.*\\\n)*.*$", text, re.MULTILINE)
+        if found is None:
+            raise ProofError("The unit has no ExecStart line.")
+        words = " ".join(systemd_word(word) for word in self.flags)
+        return f"{text[: found.end()]} \\\n  {words}{text[found.end() :]}"
+
+
+def systemd_word(word: str) -> str:
+    """A word as systemd reads it back (systemd.syntax(7), "Quoting")."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'
+
+
+def attempt(
+    folder: Path, name: str, change: Change, budget_s: float, output: Path, concurrencies: Sequence[int] = ()
+) -> int:
+    """Try settings that kvfleet would not render on top of the profile that runs now, measure, and put all back.
+
+    The figures land in ``results-try-<name>.json``; they are no result of a deploy, and say so.
+    """
+    end = time.monotonic() + budget_s - RESERVE_S
+    home = Home(folder)
+    base = home.read().get("deployed")
+    if not base:
+        raise ProofError("No profile runs here: run one first, a trial changes its unit.")
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+        raise ProofError(f"{name!r} is no name for a trial: small letters, digits and dashes.")
+    unit = Path(f"/etc/systemd/system/kvfleet-vllm@{settings.INSTANCE}.service")
+    config = Path(f"/etc/kvfleet/kvfleet-vllm@{settings.INSTANCE}.lmcache.yaml")
+    target = home / "runs" / f"try-{name}"
+    target.mkdir(parents=True, exist_ok=True)
+    values = {**json.loads((home / "runs" / base / "values.json").read_text()), **_load(home.proof, concurrencies)}
+    (target / "values.json").write_text(json.dumps(values, indent=1) + "\n")
+    texts = {path: path.read_text() for path in (unit, config) if path.exists()}
+    started = time.monotonic()
+    try:
+        unit.write_text(change.unit(texts[unit]))
+        if change.lmcache:
+            if config not in texts:
+                raise ProofError(f"Profile {base} has no settings of LMCache inside the engine to change.")
+            config.write_text(json.dumps({**json.loads(texts[config]), **change.lmcache}, indent=1) + "\n")
+        call("systemctl", "daemon-reload")
+        call("systemctl", "stop", unit.name)
+        begun = call("systemctl", "start", unit.name, timeout_s=max(10.0, end - time.monotonic()))
+        start_s = round(time.monotonic() - started, 1)
+        say(f"try {name} on {base}: started with status {begun.returncode} after {start_s} s")
+        ready = begun.returncode == 0 and services.answers(8000)
+        if ready:
+            _measure(home, target, target / "values.json", end)
+        _save_services(target)
+        journals = services.journals()
+    finally:
+        call("systemctl", "stop", unit.name)
+        for path, text in texts.items():
+            path.write_text(text)
+        call("systemctl", "daemon-reload")
+    load = json.loads((target / "load.json").read_text()) if (target / "load.json").exists() else None
+    if load:
+        _thin(load)
+    changed = {"flags": list(change.flags), "environment": list(change.environment), "lmcache": dict(change.lmcache)}
+    record = {
+        "proof_profile": f"try-{name}", "base": base, "release": home.proof["release"],
+        "time": datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ"), "ready": ready, "start_s": start_s,
+        "change": changed,
+        "engine": engine_facts(journals.values()), "load": load,
+        "errors": [line for lines in journals.values() for line in lines if "ERROR" in line][-5:] if not load else [],
+    }  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    (home / "runs" / f"try-{name}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    collect(folder, output)
+    return 0 if load else 3
+
+
 # ------------------------------------------------------------------------------------------------ collect
 
 
@@ -639,6 +742,8 @@ def collect(folder: Path, output: Path) -> int:
         record = _record(home, profile, outcome)
         if record:
             (output / f"results-{profile}.json").write_text(json.dumps(record, indent=1, default=str) + "\n")
+    for path in sorted((home / "runs").glob("try-*.json")):
+        shutil.copy(path, output / f"results-{path.name}")
     keep = [home / name for name in ("runs", "plans", "results", "inventory", "state.json")]
     with tarfile.open(output / "evidence.tar.xz", "w:xz", preset=1) as tar:
         for path in keep:
@@ -656,15 +761,20 @@ def _record(home: Home, profile: str, outcome: Mapping[str, Any]) -> dict[str, A
         record["load"] = {**json.loads(load.read_text()), "without_proof": True}
     if not record:
         return None
-    for instance in (record.get("load") or {}).get("instances") or ():
-        for one in instance.get("runs") or ():
-            one["series"] = one.get("series", [])[:: max(1, len(one.get("series", [])) // 20)]
+    _thin(record.get("load") or {})
     plans = home / "runs" / profile / "plans.json"
     if "plan" not in record and plans.exists():
         record["plan"] = json.loads(plans.read_text()).get(settings.HOST)
     record["proof_profile"] = profile
     record["outcome"] = {key: value for key, value in outcome.items() if key != "tasks"}
     return record
+
+
+def _thin(load: Mapping[str, Any]) -> None:
+    """At most about 20 samples of every run: the results lie in the repository."""
+    for instance in load.get("instances") or ():
+        for one in instance.get("runs") or ():
+            one["series"] = one.get("series", [])[:: max(1, len(one.get("series", [])) // 20)]
 
 
 _ENGINE_FACTS = {

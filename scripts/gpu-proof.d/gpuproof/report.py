@@ -33,6 +33,8 @@ def store(collected: Path, results: Path) -> list[Path]:
         for profile in settings.PROFILES
         if (collected / f"results-{profile}.json").exists()
     ]
+    for source in sorted(collected.glob("results-try-*.json")):
+        pairs.append((source, source.stem.removeprefix("results-"), json.loads(source.read_text())["time"]))
     for source, name, time in pairs:
         target = results / f"{time}-{release}-{name}.json"
         data = json.loads(source.read_text())
@@ -63,7 +65,7 @@ def newest(results: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
                     profiles[name] = outcome
             summary = {**data, "profiles": profiles}
             continue
-        if runs_of(data):
+        if runs_of(data) and data["proof_profile"] in settings.PROFILES:
             found[str(data["proof_profile"])] = data
     return found, summary
 
@@ -76,6 +78,22 @@ def runs_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         for run in instance.get("runs") or ()
         if run.get("figures")
     ]
+
+
+def tries(results: Path) -> list[dict[str, Any]]:
+    """The newest record of every trial of settings, oldest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(results.glob("*-try-*.json")):
+        data = json.loads(path.read_text())
+        found[str(data["proof_profile"])] = data
+    return list(found.values())
+
+
+def rate_of(record: Mapping[str, Any] | None, name: str) -> float | None:
+    """Requests per second of the run with this name."""
+    return next(
+        (float(run["figures"]["requests_per_s"]) for run in runs_of(record or {}) if run["run"]["name"] == name), None
+    )
 
 
 def figure(record: Mapping[str, Any] | None, phase: str, concurrency: int, *path: str) -> float | None:
@@ -173,12 +191,13 @@ def goals(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) 
 def pays(records: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, int, str, str, str]]:
     """(profile, concurrency, what the plan says, ratio of warm requests/s to profile gpu, agreement)."""
     lines = []
-    for name, tier in (("cpu", "cpu"), ("disk", "disk")):
-        if name not in records or "gpu" not in records:
+    for name in settings.PROFILES:
+        tier, base = name.partition("-")[0], settings.BASELINES.get(name, "gpu")
+        if tier not in ("cpu", "disk") or name not in records or base not in records:
             continue
         said = ((_instance(records[name]).get("tiers") or {}).get(tier) or {}).get("pays")
         for many in concurrencies(records):
-            now, then = (figure(records[key], "warm", many, "requests_per_s") for key in (name, "gpu"))
+            now, then = (figure(records[key], "warm", many, "requests_per_s") for key in (name, base))
             if now is None or not then:
                 continue
             value = now / then
@@ -197,10 +216,12 @@ def _instance(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _reason(summary: Mapping[str, Any], profile: str) -> str:
     outcome = (summary.get("profiles") or {}).get(profile) or {}
-    return str(outcome.get("reason") or outcome.get("line") or "not run")
+    return str(outcome.get("reason") or outcome.get("line") or "not asked for")
 
 
-def render(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+def render(
+    records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any], trials: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The section of the page."""
     if not summary:
         return "Not run yet.\n"
@@ -221,28 +242,15 @@ def render(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any])
         f"{load.get('output_tokens')} out, the same seed in every run; a cold pass, then warm ones. Engine pool {_instance(some).get('gpu_kv_tokens')} tokens, "
         f"`max_num_seqs` {_instance(some).get('max_num_seqs')}; Llama-3-8B's shape with random weights, CUDA graphs on.",
         "",
-        "| profile | pass | concurrency | req/s | against gpu | mean TTFT ms | p99 TTFT ms | mean TPOT ms | failed | disk read GB | disk written GB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| profile | pass | concurrency | requests | req/s | against gpu | mean TTFT ms | p99 TTFT ms | mean TPOT ms | failed | disk read GB | disk written GB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for profile in settings.PROFILES:
         record = records.get(profile)
         if record is None:
-            lines.append(f"| {profile} | | | not run: {_reason(summary, profile)} | | | | | | | |")
+            lines.append(f"| {profile} | | | | not run: {_reason(summary, profile)} | | | | | | | |")
             continue
-        for run in runs_of(record):
-            shape, figures, disk = run["run"], run["figures"], run.get("disk") or {}
-            base = figure(records.get("gpu"), shape["phase"], shape["concurrency"], "requests_per_s")
-            lines.append(
-                f"| {profile} | {'cold' if shape['phase'] == 'populate' else 'warm'} | {shape['concurrency']} "
-                f"| {figures['requests_per_s']:.2f} | {figures['requests_per_s'] / base:.2f}x "
-                if base
-                else f"| {profile} | {'cold' if shape['phase'] == 'populate' else 'warm'} | {shape['concurrency']} "
-                f"| {figures['requests_per_s']:.2f} | - "
-            )
-            lines[-1] += (
-                f"| {_ms(figures['ttft']['mean'])} | {_ms(figures['ttft']['p99'])} | {_ms(figures['tpot']['mean'], 2)} "
-                f"| {figures['failed']} | {disk.get('read_bytes', 0) / 1e9:.1f} | {disk.get('written_bytes', 0) / 1e9:.1f} |"
-            )
+        lines += [_row(profile, run, records.get(settings.BASELINES.get(profile, "gpu"))) for run in runs_of(record)]
     lines += ["", "| goal | wanted | measured | |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(line)} |" for line in goals(records, summary)]
     told = pays(records)
@@ -267,8 +275,74 @@ def render(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any])
             f"| {own.get('load', 0):.0f} | {own.get('own', 0):.0f} | {outcome.get('line') or outcome.get('verdict') or '-'}"
             f"{' (load without the proof)' if not outcome.get('proved_load') else ''} |"
         )
-    lines += ["", *_circumstances(summary, services)]
+    for more in (_predictions(records), _trials(trials, records), _circumstances(summary, services)):
+        lines += ["", *more] if more else []
     return "\n".join(lines) + "\n"
+
+
+def _row(profile: str, run: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
+    """One line of the table of figures."""
+    shape, figures, disk = run["run"], run["figures"], run.get("disk") or {}
+    below = rate_of(base, shape["name"])
+    cells = [
+        profile, "cold" if shape["phase"] == "populate" else "warm", shape["concurrency"], shape["requests"],
+        f"{figures['requests_per_s']:.2f}", f"{figures['requests_per_s'] / below:.2f}x" if below else "-",
+        _ms(figures["ttft"]["mean"]), _ms(figures["ttft"]["p99"]), _ms(figures["tpot"]["mean"], 2), figures["failed"],
+        f"{disk.get('read_bytes', 0) / 1e9:.1f}", f"{disk.get('written_bytes', 0) / 1e9:.1f}",
+    ]  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _predictions(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What the plan said before a start beside what was measured, with the error in percent of the measured value."""
+    lines = ["| profile | what | planned | measured | error |", "|---|---|---|---|---|"]
+    for name, record in records.items():
+        planned = _instance(record)
+        engine = (record.get("outcome") or {}).get("engine") or {}
+        truth: Mapping[str, Any] = next(iter((record.get("truth") or {}).get("instances") or [{}]))
+        needed = next((tier.get("needed_bytes_per_s") for tier in (planned.get("tiers") or {}).values()), None)
+        per_token = planned.get("kv_bytes_per_token_per_rank")
+        for what, said, seen in (
+            ("GPU KV tokens", planned.get("gpu_kv_tokens"), engine.get("kv_tokens")),
+            ("prefill tokens/s (the break-even is made of it)", needed / per_token if needed and per_token else None,
+             truth.get("prefill_tokens_per_s")),
+            ("weights GiB per GPU", (planned.get("weights_bytes_per_rank") or 0) / 2**30 or None, engine.get("model_gib")),
+        ):  # fmt: skip
+            if said and seen:
+                lines.append(f"| {name} | {what} | {said:,.5g} | {seen:,.5g} | {(said - seen) / seen:+.1%} |")
+    return lines if len(lines) > 2 else []
+
+
+def _trials(found: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Settings that were tried by hand on top of a profile, against that profile and against ``gpu``."""
+    if not found:
+        return []
+    lines = [
+        "Settings tried by hand on top of a deployed profile (`gpu-proof try`); nothing of it is what kvfleet renders:",
+        "",
+        "| trial | on | change | pass | concurrency | req/s | against its profile | against gpu | mean TTFT ms | mean TPOT ms |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for trial in found:
+        change = trial["change"]
+        words = [*change["flags"], *change["environment"], *(f"{k}: {v}" for k, v in change["lmcache"].items())]
+        name = str(trial["proof_profile"]).removeprefix("try-")
+        head = f"| {name} | {trial['base']} | `{' '.join(words)}` "
+        if not runs_of(trial):
+            why = (trial.get("errors") or ["it did not get ready in its time"])[-1]
+            lines.append(f"{head}| | | not run: {why[:160]} | | | | |")
+        for run in runs_of(trial):
+            shape, figures = run["run"], run["figures"]
+            ratios = []
+            for other in (trial["base"], "gpu"):
+                below = rate_of(records.get(other), shape["name"])
+                ratios.append(f"{figures['requests_per_s'] / below:.2f}x" if below else "-")
+            lines.append(
+                f"{head}| {'cold' if shape['phase'] == 'populate' else 'warm'} | {shape['concurrency']} "
+                f"| {figures['requests_per_s']:.2f} | {' | '.join(ratios)} "
+                f"| {_ms(figures['ttft']['mean'])} | {_ms(figures['tpot']['mean'], 2)} |"
+            )
+    return lines
 
 
 def _circumstances(summary: Mapping[str, Any], services: Mapping[str, Any]) -> list[str]:
@@ -324,6 +398,6 @@ def main(collected: Sequence[Path], results: Path | None, document: Path | None)
         for path in store(folder, results):
             print(path)
     records, summary = newest(results)
-    document.write_text(replace_section(document.read_text(), render(records, summary)))
+    document.write_text(replace_section(document.read_text(), render(records, summary, tries(results))))
     print(document)
     return 0

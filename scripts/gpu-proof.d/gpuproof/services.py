@@ -81,7 +81,7 @@ def answers(port: int) -> bool:
         return False
 
 
-def journals(lines: int = 4000) -> dict[str, list[str]]:
+def journals(lines: int = 20000) -> dict[str, list[str]]:
     """The last lines of every unit of ours."""
     found = {}
     for path in sorted(Path("/etc/systemd/system").glob("kvfleet-*@*.service")):

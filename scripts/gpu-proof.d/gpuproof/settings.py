@@ -10,8 +10,12 @@ HOST = "gpu-proof"
 INSTANCE = "default"
 MODEL_ON_HOST = "/data/models/proof"
 SERIAL = "KVPROOF01"
+SEED = 20261129
 DISK_LINK = f"/dev/disk/by-id/nvme-kvfleet_proof_disk_{SERIAL}"
-PROFILES = ("gpu", "cpu", "disk", "article")
+#: what ``run`` deploys: kvfleet's three profiles; the article's hand settings; the whole GPU as pool; two GPUs as one
+PROFILES = ("gpu", "cpu", "disk", "article", "gpu-whole", "cpu-whole", "gpu-tp2", "cpu-tp2")
+#: profile of the same pool and GPUs without offload: what a profile's figures are compared with
+BASELINES: Mapping[str, str] = {"cpu-whole": "gpu-whole", "cpu-tp2": "gpu-tp2"}
 
 #: Packages of a release's lock that an image with torch and CUDA's libraries provides, and the exact version where any
 #: other would break the release (None: the check on the host decides by the requirements of what was carried).
@@ -78,38 +82,62 @@ STAND_IN = "docker-systemctl-replacement==1.7.1097"
 STAND_IN_SHA256 = "a73781b1fda952817174f33b2a4624403ae79e879ab0449b92e4eeda70ca8edb"
 
 
-def runs(seed: int, small: bool = False) -> list[dict[str, Any]]:
-    """The load: 200 requests over 50 prefixes of 2000 + 48 tokens, 128 out; cold at 32, then warm at 8 and at 32."""
+def runs(seed: int, small: bool = False, concurrencies: Sequence[int] = (8, 32)) -> list[dict[str, Any]]:
+    """The load: 200 requests over 50 prefixes of 2000 + 48 tokens, 128 out; cold at 32, then warm, the busiest last.
+
+    Below 8 concurrent requests 200 of them would take minutes: there 50 requests of their own seed, one for each
+    prefix, first cold and then warm.
+    """
     shape = (
-        {"requests": 16, "prefixes": 8, "prefix_tokens": 1000, "suffix_tokens": 24, "output_tokens": 8}
+        {"prefixes": 8, "prefix_tokens": 1000, "suffix_tokens": 24, "output_tokens": 8}
         if small
-        else {"requests": 200, "prefixes": 50, "prefix_tokens": 2000, "suffix_tokens": 48, "output_tokens": 128}
+        else {"prefixes": 50, "prefix_tokens": 2000, "suffix_tokens": 48, "output_tokens": 128}
     )
-    many, few = (4, 2) if small else (32, 8)
-    common = {"dataset": "prefix_repetition", "seed": seed, "load": "rag", **shape}
-    return [
-        {"name": f"rag-cold-c{many}", "phase": "populate", "concurrency": many, **common},
-        {"name": f"rag-warm-c{few}", "phase": "warm", "concurrency": few, **common},
-        {"name": f"rag-warm-c{many}", "phase": "warm", "concurrency": many, **common},
-    ]
+    many, least = (4, 2) if small else (32, 8)
+
+    def one(load: str, phase: str, concurrency: int, requests: int, own_seed: int) -> dict[str, Any]:
+        word = "cold" if phase == "populate" else "warm"
+        return {
+            "name": f"{load}-{word}-c{concurrency}", "phase": phase, "concurrency": concurrency, "load": load,
+            "dataset": "prefix_repetition", "seed": own_seed, "requests": requests, **shape,
+        }  # fmt: skip
+
+    busy = sorted(number for number in concurrencies if number >= least)
+    few = sorted((number for number in concurrencies if number < least), reverse=True)
+    found = []
+    if busy:
+        requests = 16 if small else 200
+        found += [one("rag", "populate", many, requests, seed)]
+        found += [one("rag", "warm", number, requests, seed) for number in busy]
+    if few:
+        found += [one("rag-few", "populate", many, shape["prefixes"], seed + 1)]
+        found += [one("rag-few", "warm", number, shape["prefixes"], seed + 1) for number in few]
+    return found
 
 
 def profile_values(profile: str, small: bool = False) -> dict[str, Any]:
     """Inventory values of one profile; ``article`` is the article's hand settings on profile cpu."""
+    plain, _, kind = profile.partition("-")
     buffers = {"cpu": 1.0, "disk": 0.5, "article": 1.0} if small else {"cpu": 20, "disk": 5, "article": 20}
-    values: dict[str, Any] = {"kvfleet_profile": "cpu" if profile == "article" else profile}
-    if profile in buffers:
-        values["kvfleet_buffer_gib_per_gpu"] = buffers[profile]
-    if profile == "article":
+    values: dict[str, Any] = {"kvfleet_profile": "cpu" if plain == "article" else plain}
+    if plain in buffers:
+        values["kvfleet_buffer_gib_per_gpu"] = buffers[plain] / (2 if kind == "tp2" else 1)
+    if plain == "article":
         # its chunk of 32 tokens; its utilisation of 0.75 changes nothing beside a pool of a given size
         values["kvfleet_chunk_tokens"] = 128 if small else 32
-    if profile == "disk":
+    if plain == "disk":
         values.update(
             cache_disk_device=DISK_LINK,
             cache_disk_serial=SERIAL,
             cache_disk_format=True,
             kvfleet_quota_gib=0.8 if small else 22,
         )
+    if kind == "whole":
+        values["kvfleet_kv_pool_gib"] = None
+    if kind == "tp2":
+        # the pool of one GPU in two halves: the same number of tokens
+        values["kvfleet_tensor_parallel_size"] = 2
+        values["kvfleet_kv_pool_gib"] = 2
     return values
 
 
@@ -129,7 +157,7 @@ def host_values(release: str, accelerator: str, model: str) -> dict[str, Any]:
         "engine_keep_releases": 0,
         "cache_disk_install_tools": False,
         "smoke_benchmark_profile": "custom",
-        "smoke_benchmark_custom_runs": runs(20261129, small=cpu),
+        "smoke_benchmark_custom_runs": runs(SEED, small=cpu),
         "smoke_benchmark_force": True,
         "smoke_benchmark_report": False,
         # what a tier gives is measured here, not required

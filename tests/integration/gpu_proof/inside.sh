@@ -16,3 +16,5 @@ fi
 /repo/scripts/gpu-proof unpack --parts /parts --python /opt/base/bin/python
 /repo/scripts/gpu-proof run --profiles "$1" --budget "${2:-900}" --disk-gib 3 --output /out/collected \
   --set kvfleet_buffer_gib_per_gpu=1 --set kvfleet_quota_gib=0.8 --set kvfleet_ram_reserve_gib=0.5
+/repo/scripts/gpu-proof try --name other-chunk --lmcache '{"chunk_size": 128}' --environment KVFLEET_TRIED=1 --concurrency 4,8 \
+  --budget 300 --output /out/collected

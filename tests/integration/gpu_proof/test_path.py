@@ -49,6 +49,7 @@ def test_every_profile_was_deployed_proved_and_measured(proof: Path) -> None:
     summary = json.loads((collected / "summary.json").read_text())
     assert {name: outcome["ran"] for name, outcome in summary["profiles"].items()} == {
         "gpu": True, "cpu": True, "disk": True, "article": False,
+        "gpu-whole": False, "cpu-whole": False, "gpu-tp2": False, "cpu-tp2": False,
     }  # fmt: skip
     for profile in ("gpu", "cpu", "disk"):
         record = json.loads((collected / f"results-{profile}.json").read_text())
@@ -77,6 +78,24 @@ def test_the_units_ran_as_rendered_and_the_results_say_what_was_not_enforced(pro
 
 
 @pytest.mark.root
+def test_a_trial_changes_the_unit_for_one_start_and_puts_it_back(proof: Path) -> None:
+    record = json.loads((proof / "dry" / "out" / "collected" / "results-try-other-chunk.json").read_text())
+    assert record["base"] == "disk"
+    assert record["ready"]
+    runs = record["load"]["instances"][0]["runs"]
+    assert [(run["run"]["concurrency"], run["figures"]["completed"]) for run in runs] == [
+        (32, 200), (8, 200), (32, 50), (4, 50),
+    ]  # fmt: skip
+    home = proof / "dry" / "upper" / "var" / "lib" / "kvfleet-gpu-proof"
+    tried = home / "runs" / "try-other-chunk" / "host"
+    assert "'chunk_size': 128" in (tried / "kvfleet-vllm@default.service.journal").read_text()
+    assert "KVFLEET_TRIED=1" in (tried / "kvfleet-vllm@default.service").read_text()
+    now = proof / "dry" / "upper" / "etc"
+    assert "KVFLEET_TRIED" not in (now / "systemd" / "system" / "kvfleet-vllm@default.service").read_text()
+    assert json.loads((now / "kvfleet" / "kvfleet-vllm@default.lmcache.yaml").read_text())["chunk_size"] == 256
+
+
+@pytest.mark.root
 def test_the_page_is_made_of_the_collected_files(proof: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Benchmarks\n")
@@ -86,5 +105,6 @@ def test_the_page_is_made_of_the_collected_files(proof: Path, tmp_path: Path) ->
     )
     text = page.read_text()
     assert "| disk | warm | 32 |" in text
-    assert "| article | | | not run: not asked for |" in text
-    assert len(list((tmp_path / "results").glob("*.json"))) == 4
+    assert "| article | | | | not run: not asked for |" in text
+    assert "| other-chunk | disk | `KVFLEET_TRIED=1 chunk_size: 128` | warm | 8 |" in text
+    assert len(list((tmp_path / "results").glob("*.json"))) == 5
