@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--parts", type=Path, required=True, help="folder with the index and all parts")
             one.add_argument("--python", default="python3", help="interpreter of the environment that holds torch")
             one.add_argument("--memory-gib", type=int, default=0, help="touch this much memory first (growing VMs)")
+            one.add_argument("--dummy", action="store_true", help="leave the weights to the engine")
         if name == "run":
             one.add_argument("--profiles", default="gpu,cpu,disk", help=f"of {', '.join(settings.PROFILES)}")
             one.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="inventory value for all")
@@ -102,7 +103,7 @@ def _dispatch(options: argparse.Namespace) -> int:
     if options.command == "check":
         return host.check(options.parts, options.python, options.output)
     if options.command == "unpack":
-        return host.unpack(options.home, options.parts, options.python, options.memory_gib)
+        return host.unpack(options.home, options.parts, options.python, options.memory_gib, options.dummy)
     if options.command == "run":
         profiles = [word for word in options.profiles.split(",") if word]
         own = dict(word.split("=", 1) for word in options.set)

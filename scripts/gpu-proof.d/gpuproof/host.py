@@ -235,8 +235,11 @@ def timed(home: Home, step: str) -> Iterator[None]:
     say(f"{step}: {seconds} s")
 
 
-def unpack(folder: Path, parts: Path, python: str, memory_gib: int = 0) -> int:
-    """Verify and unpack the parts, make the controller's environment and the model; each step once."""
+def unpack(folder: Path, parts: Path, python: str, memory_gib: int = 0, dummy: bool = False) -> int:
+    """Verify and unpack the parts, make the controller's environment and the model; each step once.
+
+    ``dummy`` leaves the weights to the engine, which makes them at every start.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     home = Home(folder)
     growing = memory.grow(memory_gib) if memory_gib else None
@@ -269,7 +272,7 @@ def unpack(folder: Path, parts: Path, python: str, memory_gib: int = 0) -> int:
         _driver_links(home)
         _tools(home)
         home.remember(services=services.install(home / "pack" / "stand-in", home / "stand-in"))
-        _model(home, proof)
+        _model(home, proof, None if dummy else home.read()["base"]["python"])
     if growing is not None:
         with timed(home, "wait for memory"):
             home.remember(memory=growing(40.0))
@@ -356,13 +359,17 @@ def _tools(home: Home) -> None:
     wrapper.chmod(0o755)
 
 
-def _model(home: Home, proof: Mapping[str, Any]) -> None:
+def _model(home: Home, proof: Mapping[str, Any], python: str | None) -> None:
     target = Path(settings.MODEL_ON_HOST)
     if proof["model"]:
         if not target.exists():
             shutil.copytree(home / "pack" / "model", target)
     else:
         model.write_shape(target)
+        if python is not None and proof["accelerator"] == "cuda" and not model.has_weights(target):
+            made = call(*model.weights_command(target, python, "cuda"), timeout_s=300)
+            if made.returncode:
+                say(f"no weights could be made, the engine makes its own: {made.stderr.strip()[-300:]}")
     for path in [target, *target.rglob("*"), *target.parents]:
         path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o644))
 
@@ -440,6 +447,8 @@ def _inventory(home: Home, proof: Mapping[str, Any]) -> None:
         smoke_benchmark_results_dir=str(home / "results"),
         host_plan_output_dir=str(home / "plans"),
     )
+    if model.has_weights(Path(settings.MODEL_ON_HOST)):
+        values.pop("kvfleet_load_format", None)
     if proof["reduced"]:
         # FlashInfer is not carried; without this vLLM takes it for granted
         drop_in = Path(f"/etc/systemd/system/kvfleet-vllm@{settings.INSTANCE}.service.d/gpu-proof.conf")

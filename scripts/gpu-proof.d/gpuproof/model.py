@@ -1,4 +1,4 @@
-"""Llama-3-8B's shape with a word-level tokenizer: enough for a load with random weights, without any download."""
+"""Llama-3-8B's shape with random weights and a word-level tokenizer: enough for a load, without any download."""
 
 from __future__ import annotations
 
@@ -58,3 +58,60 @@ def write_shape(folder: Path) -> None:
     ids = {key: SHAPE[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(ids))
     (folder / "config.json").write_text(json.dumps(SHAPE, indent=1))
+
+
+#: Run by the interpreter that holds torch: weights as a fresh model would have them, one file a few layers. With the
+#: engine's own dummy weights (+-0.001) attention hardly moves the answer, and a wrong KV cache would go unseen.
+_WEIGHTS = r"""
+import json, os, sys, torch
+from concurrent.futures import ThreadPoolExecutor
+from safetensors.torch import save_file
+folder, shape, device, per_file = sys.argv[1], json.load(open(sys.argv[1] + "/config.json")), sys.argv[2], 4
+torch.manual_seed(20261129)
+hidden, inner, words = shape["hidden_size"], shape["intermediate_size"], shape["vocab_size"]
+kv = shape["num_key_value_heads"] * shape["head_dim"]
+def normal(rows, columns):
+    return (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) * shape["initializer_range"]).cpu()
+def ones():
+    return torch.ones(hidden, dtype=torch.bfloat16)
+def layer(index):
+    name = "model.layers.%d." % index
+    return {
+        name + "self_attn.q_proj.weight": normal(hidden, hidden), name + "self_attn.k_proj.weight": normal(kv, hidden),
+        name + "self_attn.v_proj.weight": normal(kv, hidden), name + "self_attn.o_proj.weight": normal(hidden, hidden),
+        name + "mlp.gate_proj.weight": normal(inner, hidden), name + "mlp.up_proj.weight": normal(inner, hidden),
+        name + "mlp.down_proj.weight": normal(hidden, inner), name + "input_layernorm.weight": ones(),
+        name + "post_attention_layernorm.weight": ones(),
+    }
+groups = [range(first, min(first + per_file, shape["num_hidden_layers"]))
+          for first in range(0, shape["num_hidden_layers"], per_file)]
+total = len(groups) + 1
+places, size = {}, 0
+with ThreadPoolExecutor(4) as pool:
+    pending = []
+    for number in range(total):
+        if number < len(groups):
+            tensors = {key: value for index in groups[number] for key, value in layer(index).items()}
+        else:
+            tensors = {"model.embed_tokens.weight": normal(words, hidden), "model.norm.weight": ones(),
+                       "lm_head.weight": normal(words, hidden)}
+        name = "model-%05d-of-%05d.safetensors" % (number + 1, total)
+        places.update(dict.fromkeys(tensors, name))
+        size += sum(value.numel() * value.element_size() for value in tensors.values())
+        pending.append(pool.submit(save_file, tensors, os.path.join(folder, name), {"format": "pt"}))
+    for one in pending:
+        one.result()
+with open(folder + "/model.safetensors.index.json", "w") as index:
+    json.dump({"metadata": {"total_size": size}, "weight_map": places}, index)
+print(size)
+"""
+
+
+def weights_command(folder: Path, python: str, device: str) -> list[str]:
+    """The command that fills ``folder`` (with ``config.json``) with random weights; 16 GB for the whole shape."""
+    return [python, "-c", _WEIGHTS, str(folder), device]
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a checkpoint lies there; its index is written last."""
+    return any(folder.glob("*.safetensors.index.json"))
