@@ -85,8 +85,8 @@ STAND_IN_SHA256 = "a73781b1fda952817174f33b2a4624403ae79e879ab0449b92e4eeda70ca8
 def runs(seed: int, small: bool = False, concurrencies: Sequence[int] = (8, 32)) -> list[dict[str, Any]]:
     """The load: 200 requests over 50 prefixes of 2000 + 48 tokens, 128 out; cold at 32, then warm, the busiest last.
 
-    Below 8 concurrent requests 200 of them would take minutes: there 50 requests of their own seed, one for each
-    prefix, first cold and then warm.
+    Below 8 concurrent requests 200 of them would take minutes: there half as many prefixes of their own seed,
+    one request for each, first cold and then warm.
     """
     shape = (
         {"prefixes": 8, "prefix_tokens": 1000, "suffix_tokens": 24, "output_tokens": 8}
@@ -100,6 +100,7 @@ def runs(seed: int, small: bool = False, concurrencies: Sequence[int] = (8, 32))
         return {
             "name": f"{load}-{word}-c{concurrency}", "phase": phase, "concurrency": concurrency, "load": load,
             "dataset": "prefix_repetition", "seed": own_seed, "requests": requests, **shape,
+            "prefixes": min(requests, shape["prefixes"]),
         }  # fmt: skip
 
     busy = sorted(number for number in concurrencies if number >= least)
@@ -110,8 +111,9 @@ def runs(seed: int, small: bool = False, concurrencies: Sequence[int] = (8, 32))
         found += [one("rag", "populate", many, requests, seed)]
         found += [one("rag", "warm", number, requests, seed) for number in busy]
     if few:
-        found += [one("rag-few", "populate", many, shape["prefixes"], seed + 1)]
-        found += [one("rag-few", "warm", number, shape["prefixes"], seed + 1) for number in few]
+        requests = shape["prefixes"] // 2
+        found += [one("rag-few", "populate", many, requests, seed + 1)]
+        found += [one("rag-few", "warm", number, requests, seed + 1) for number in few]
     return found
 
 

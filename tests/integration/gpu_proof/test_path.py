@@ -84,7 +84,7 @@ def test_a_trial_changes_the_unit_for_one_start_and_puts_it_back(proof: Path) ->
     assert record["ready"]
     runs = record["load"]["instances"][0]["runs"]
     assert [(run["run"]["concurrency"], run["figures"]["completed"]) for run in runs] == [
-        (32, 200), (8, 200), (32, 50), (4, 50),
+        (32, 200), (8, 200), (32, 25), (4, 25),
     ]  # fmt: skip
     home = proof / "dry" / "upper" / "var" / "lib" / "kvfleet-gpu-proof"
     tried = home / "runs" / "try-other-chunk" / "host"
