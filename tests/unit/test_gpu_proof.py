@@ -24,7 +24,7 @@ from kvfleet.core.host_access import tier_paths  # noqa: E402
 from kvfleet.core.lockfile import parse_lock, reduce_lock, render_lock  # noqa: E402
 from kvfleet.core.settings import parse_settings  # noqa: E402
 
-RELEASE = "cu13-0.26.0-0.5.3"
+RELEASE = "cu13-0.25.1-0.5.3"
 LOCK = (ROOT / "locks" / f"{RELEASE}-cp312-x86_64.txt").read_text()
 
 
@@ -94,7 +94,7 @@ def test_a_reduced_lock_says_what_is_provided_and_is_another_lock() -> None:
 
 
 def test_a_lock_may_leave_torch_to_the_host_but_not_another_torch() -> None:
-    row = {**engine_stubs.ROW, "id": RELEASE, "distribution": "vllm", "vllm": "0.26.0", "lmcache": "0.5.3"}
+    row = {**engine_stubs.ROW, "id": RELEASE, "distribution": "vllm", "vllm": "0.25.1", "lmcache": "0.5.3"}
     lock = parse_lock(LOCK, "lock")
     engine.check_lock({**row, "torch": "2.11.0+cu130"}, reduce_lock(lock, {"torch": "2.11.0"}))
     with pytest.raises(KvfleetError, match=r"torch 2\.10\.0 instead of 2\.11\.0"):
@@ -318,7 +318,7 @@ def record(profile: str, *runs: dict[str, Any], pays: Any = None) -> dict[str, A
         "time": "20261130T010203Z",
         "plan": {"instances": [{"gpu_kv_tokens": 32768, "max_num_seqs": 32, "tiers": tiers}], "host": {"ram": {}}},
         "load": {"instances": [{"runs": list(runs)}]},
-        "outcome": {"engine": {"kv_tokens": 32768}, "own": {"own": 21.0}, "proved_load": True, "time": "x"},
+        "outcome": {"engine": {"kv_tokens": 32768}, "own": {"own": 21.0}, "time": "x"},
     }
 
 

@@ -175,10 +175,19 @@ def test_a_cpu_host_gets_the_cpu_row_with_a_warning() -> None:
 
 
 def test_auto_never_takes_a_test_row_on_a_gpu_host() -> None:
-    only = document(releases=[{**row_of("cu13-0.26.0-0.5.3"), "advisories": []}], advisories=[])
+    only = document(releases=[{**row_of("cu13-0.25.1-0.5.3"), "advisories": []}], advisories=[])
     with pytest.raises(KvfleetError, match="KVF-REL-030"):
         resolve(only, "auto", MODERN)
-    assert resolve(only, "cu13-0.26.0-0.5.3", MODERN).row["status"] == "test_only"
+    assert resolve(only, "cu13-0.25.1-0.5.3", MODERN).row["status"] == "test_only"
+
+
+def test_lmcache_inside_an_engine_with_packed_kv_is_refused_and_its_server_is_not() -> None:
+    own = {**row_of("cu13-0.25.1-0.5.3"), "id": "mine", "vllm": "0.26.0"}
+    with pytest.raises(KvfleetError, match=r"KVF-REL-012.*can be wrong.*Use cu13-0\.25\.1-0\.5\.3"):
+        resolve(document(releases=[*DOCUMENT["releases"], own]), "mine", MODERN, allow_advisories=True)
+    assert check(DOCUMENT, "0.26.0", "0.5.3").ok
+    served = {**own, "mode": "mp", "connector": "LMCacheMPConnector"}
+    assert resolve(document(releases=[*DOCUMENT["releases"], served]), "mine", MODERN, allow_advisories=True)
 
 
 def test_auto_never_takes_a_row_below_an_advisory_floor() -> None:
@@ -431,7 +440,7 @@ def test_known_weaknesses_are_warnings(vllm: str, lmcache: str, expected: set[st
 
 
 def test_an_in_process_pair_is_not_warned_about_the_mp_servers_weaknesses() -> None:
-    for vllm, lmcache in (("0.19.1", "0.4.4"), ("0.26.0", "0.5.3")):
+    for vllm, lmcache in (("0.19.1", "0.4.4"), ("0.25.1", "0.5.3")):
         ids = {w.numbers.get("advisory") for w in check(DOCUMENT, vllm, lmcache).warnings}
         assert not ids & {"CVE-2026-105756", "CVE-2026-105192", "LMCACHE-2865"}
 
@@ -481,7 +490,7 @@ def test_nonsense_for_a_version_gets_a_clear_error(text: str) -> None:
 
 def test_nearest_pairs_share_a_version_first_and_fit_the_host() -> None:
     assert check(DOCUMENT, "0.33.0", "0.5.6").nearest[0]["id"] == "cu13-0.32.0-0.5.6"
-    assert "cu13-0.26.0-0.5.3" in [row["id"] for row in check(DOCUMENT, "0.26.0", "0.5.6").nearest]
+    assert "cu13-0.25.1-0.5.3" in [row["id"] for row in check(DOCUMENT, "0.25.1", "0.5.6").nearest]
     assert check(DOCUMENT, "0.33.0", "0.5.6", driver="535").nearest[0]["id"] == "cu12-0.19.1-0.4.4"
 
 

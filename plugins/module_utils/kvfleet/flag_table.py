@@ -433,7 +433,7 @@ VLLM: dict[str, dict[str, Any]] = {
             "--override-attention-dtype",
         ],
     },
-    "0.26.0": {
+    "0.25.1": {
         "like": "0.32.0",
         "minus": [
             "--anthropic-disabled-thinking-effort",
@@ -450,6 +450,7 @@ VLLM: dict[str, dict[str, Any]] = {
             "--enable-fault-tolerance",
             "--enable-hc-sp",
             "--enable-mamba-shared-prefix-checkpoint",
+            "--enable-moe-shared-loras",
             "--enable-nccl-comm-suspend",
             "--enable-scale-out",
             "--enable-shm-tensor-arena",
@@ -467,6 +468,7 @@ VLLM: dict[str, dict[str, Any]] = {
             "--max-num-active-seqs",
             "--max-num-queued-reqs",
             "--max-num-queued-tokens",
+            "--max-num-scheduled-tokens",
             "--mm-device-do-normalize",
             "--mm-hasher-algorithm",
             "--mm-processor-device",
@@ -476,6 +478,7 @@ VLLM: dict[str, dict[str, Any]] = {
             "--no-enable-fault-tolerance",
             "--no-enable-hc-sp",
             "--no-enable-mamba-shared-prefix-checkpoint",
+            "--no-enable-moe-shared-loras",
             "--no-enable-nccl-comm-suspend",
             "--no-enable-scale-out",
             "--no-enable-shm-tensor-arena",
@@ -489,6 +492,7 @@ VLLM: dict[str, dict[str, Any]] = {
             "--no-use-replayssm",
             "--per-request-spec-decode-metrics",
             "--prefix-cache-retention-interval",
+            "--prefix-match-unit",
             "--replayssm-buffer-len",
             "--return-sampling-mask",
             "--sleep-mode-offload-cudagraph",
@@ -504,11 +508,9 @@ VLLM: dict[str, dict[str, Any]] = {
         ],
         "plus": [
             "--calculate-kv-scales",
-            "--enable-bf16x3-router-gemm",
             "--max-long-partial-prefills",
             "--max-num-partial-prefills",
             "--no-calculate-kv-scales",
-            "--no-enable-bf16x3-router-gemm",
             "--override-attention-dtype",
         ],
     },

@@ -67,6 +67,8 @@ _FORBIDDEN_FIELDS = {
     "accelerator": "text?",
     "vllm": "range",
     "lmcache": "range",
+    # null: whichever way the two are connected
+    "mode": "text?",
     "use_instead": "text?",
 }
 
@@ -221,6 +223,8 @@ def load_rows(source: Source) -> list[Release]:
         if raw["accelerator"] not in ACCELERATORS and not (status == "forbidden" and raw["accelerator"] is None):
             raise _bad_row(name, f"accelerator is {raw['accelerator']!r}", f"Use one of {', '.join(ACCELERATORS)}.")
         row = dict(raw)
+        if status == "forbidden" and row["mode"] not in (None, *MODES):
+            raise _bad_row(name, f"mode is {row['mode']!r}", f"Use null or one of {', '.join(MODES)}.")
         if status != "forbidden":
             _check_values(name, row)
             known = [advisory["id"] for advisory in advisories_of(source, row["vllm"], row["lmcache"], row["mode"])]
@@ -368,19 +372,23 @@ def _pair_conditions(source: Source, releases: Iterable[Release], release: Relea
     if release.accelerator != "cuda" or not row["lmcache"] or Version(row["lmcache"]).local:
         return []
     vllm, lmcache = Version(row["vllm"]), Version(row["lmcache"])
-    forbidding = _forbidding(releases, "cuda", vllm, lmcache)
+    forbidding = _forbidding(releases, "cuda", vllm, lmcache, row["mode"])
     if forbidding:
         return [_forbidden_finding(forbidding[0], row["vllm"], row["lmcache"])]
     _, found = _derive(source, vllm, lmcache, Version(row["torch"]))
     return [finding for finding in found if finding.code != "KVF-REL-044"]
 
 
-def _forbidding(releases: Iterable[Release], accelerator: str, vllm: Version, lmcache: Version) -> list[Release]:
+def _forbidding(
+    releases: Iterable[Release], accelerator: str, vllm: Version, lmcache: Version, mode: str | None = None
+) -> list[Release]:
+    """Rows that forbid this pair, connected in this mode (None: rows for one mode alone say nothing)."""
     return [
         release
         for release in releases
         if release.forbidden
         and release.accelerator in (None, accelerator)
+        and release.row["mode"] in (None, mode)
         and vllm in Range(release.row["vllm"])
         and lmcache in Range(release.row["lmcache"])
     ]

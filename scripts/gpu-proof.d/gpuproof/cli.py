@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
 
     pack = commands.add_parser("pack", help="on the controller: everything that the host needs, in parts")
-    pack.add_argument("--release", default="cu13-0.26.0-0.5.3", help="id of a release row")
+    pack.add_argument("--release", default="cu13-0.25.1-0.5.3", help="id of a release row")
     pack.add_argument("--output", type=Path, required=True, help="folder for the index and the parts")
     pack.add_argument("--part-size", default="56M", help="largest size of a part")
     pack.add_argument("--python", default="", help="the host's Python, such as 3.12 (default: the row's)")

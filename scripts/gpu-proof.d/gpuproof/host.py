@@ -500,27 +500,22 @@ def _profile(home: Home, profile: str, end: float, own: Mapping[str, Any]) -> in
     (folder / "values.json").write_text(json.dumps(values, indent=1) + "\n")
     before = set((home / "results").rglob("*.json"))
     started = time.monotonic()
-    home.remember(deployed=profile)
     status, tasks = playbook(home, ["site.yml", "-e", f"@{folder / 'values.json'}"], folder / "site.log", end)
     seconds = round(time.monotonic() - started, 1)
     fresh = sorted(set((home / "results").rglob("*.json")) - before)
     record = json.loads(fresh[-1].read_text()) if fresh else None
-    load = (record or {}).get("load") or {}
-    measured = any(entry.get("runs") for entry in load.get("instances") or ())
-    if not measured and end - time.monotonic() > 40 and services.answers(8000):
-        # the proof refused this host's answers; the figures are worth having all the same, and say so
-        say(f"{profile}: no load was measured (status {status}); measuring without the proof")
-        tasks += _measure(home, folder, folder / "values.json", end)
     busy = memory.read()
     _save_services(folder)
     plans = home / "plans" / "plans.json"
     if plans.exists():
         shutil.copy(plans, folder / "plans.json")
+    # a deploy that failed its proof has put back what was proved before
+    home.remember(deployed=profile if status == 0 else "")
     _outcome(
         home, profile, ran=True, memory=busy, engine=engine_facts(services.journals().values()), status=status,
         seconds=seconds, tasks=tasks, result=fresh[-1].name if fresh else None,
         verdict=(record or {}).get("verdict"), line=_last_verdict(record), values=values,
-        proved_load=measured, own=own_seconds(tasks),
+        own=own_seconds(tasks),
     )  # fmt: skip
     say(f"{profile}: site.yml ended with {status} after {seconds} s; {_last_verdict(record) or 'no result'}")
     return 0 if status == 0 else 3
@@ -683,7 +678,7 @@ def attempt(
     home = Home(folder)
     base = home.read().get("deployed")
     if not base:
-        raise ProofError("No profile runs here: run one first, a trial changes its unit.")
+        raise ProofError("No proved profile runs here: run one first, a trial changes its unit.")
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ProofError(f"{name!r} is no name for a trial: small letters, digits and dashes.")
     unit = Path(f"/etc/systemd/system/kvfleet-vllm@{settings.INSTANCE}.service")
@@ -762,12 +757,9 @@ def collect(folder: Path, output: Path) -> int:
 
 
 def _record(home: Home, profile: str, outcome: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The role's own result with the proof's circumstances, its samples thinned out; or the load without a proof."""
+    """The role's own result with the proof's circumstances, its samples thinned out."""
     found = next(iter((home / "results").rglob(outcome.get("result") or "/")), None) if outcome.get("result") else None
     record: dict[str, Any] = json.loads(found.read_text()) if found else {}
-    load = home / "runs" / profile / "load.json"
-    if not outcome.get("proved_load") and load.exists():
-        record["load"] = {**json.loads(load.read_text()), "without_proof": True}
     if not record:
         return None
     _thin(record.get("load") or {})

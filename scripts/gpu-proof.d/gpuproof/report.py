@@ -272,8 +272,7 @@ def render(
         own = outcome.get("own") or {}
         lines.append(
             f"| {profile} | {planned:.1f} | {used} | {own.get('engine', 0):.0f} | {own.get('proof', 0):.0f} "
-            f"| {own.get('load', 0):.0f} | {own.get('own', 0):.0f} | {outcome.get('line') or outcome.get('verdict') or '-'}"
-            f"{' (load without the proof)' if not outcome.get('proved_load') else ''} |"
+            f"| {own.get('load', 0):.0f} | {own.get('own', 0):.0f} | {outcome.get('line') or outcome.get('verdict') or '-'} |"
         )
     for more in (_predictions(records), _trials(trials, records), _circumstances(summary, services)):
         lines += ["", *more] if more else []

@@ -20,7 +20,7 @@ BASELINES: Mapping[str, str] = {"cpu-whole": "gpu-whole", "cpu-tp2": "gpu-tp2"}
 #: Packages of a release's lock that an image with torch and CUDA's libraries provides, and the exact version where any
 #: other would break the release (None: the check on the host decides by the requirements of what was carried).
 PROVIDED: Mapping[str, Mapping[str, str | None]] = {
-    "cu13-0.26.0-0.5.3": {
+    "cu13-0.25.1-0.5.3": {
         "torch": "2.11.0",
         "triton": "3.6.0",
         "cuda-bindings": None,
@@ -58,13 +58,13 @@ PROVIDED: Mapping[str, Mapping[str, str | None]] = {
 #: FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers do not notice,
 #: and the first start does not compile its kernels for minutes.
 LEFT_OUT: Mapping[str, Sequence[str]] = {
-    "cu13-0.26.0-0.5.3": (
+    "cu13-0.25.1-0.5.3": (
         "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
-        "cupy-cuda13x", "fastapi-cloud-cli", "fastar", "flashinfer-python", "google-api-core", "google-auth",
-        "google-cloud-bigtable", "google-cloud-core", "google-cloud-monitoring", "google-crc32c",
+        "cupy-cuda13x", "fastapi-cloud-cli", "fastar", "flashinfer-cubin", "flashinfer-python", "google-api-core",
+        "google-auth", "google-cloud-bigtable", "google-cloud-core", "google-cloud-monitoring", "google-crc32c",
         "grpc-google-iam-v1", "grpcio-status", "iniconfig", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc",
-        "nvidia-cuda-nvdisasm", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base",
-        "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm",
+        "nvidia-cuda-tileiras", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base",
+        "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm",
         "opencv-python-headless", "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore",
         "sentry-sdk", "setuptools-scm", "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton",
         "torch-c-dlpack-ext", "torchaudio", "torchcodec", "torchvision", "vcs-versioning", "z3-solver",

@@ -22,7 +22,7 @@ from gpuproof import pack  # noqa: E402
 from kvfleet.bundles import fetch_wheels, read_lock  # noqa: E402
 from kvfleet.core.lockfile import Lock, render_lock  # noqa: E402
 
-RELEASE, PYTHON = "cu13-0.26.0-0.5.3", "3.11"
+RELEASE, PYTHON = "cu13-0.25.1-0.5.3", "3.11"
 PLATFORM = "cp311-x86_64"
 _SERVE = """
 original = staticmethod(lambda arguments: None).__func__
