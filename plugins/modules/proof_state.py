@@ -11,7 +11,7 @@ short_description: Does the last proof of this host still stand?
 description:
   - Computes a fingerprint over the plan, the release that C(current) points to, and the unit and settings files of the
     plan's services, and compares it with the last proof's. When it is the same, one short generation per instance shows
-    that the services still answer; a failing generation fails the task.
+    that the services still answer; where one does not, the proof no longer stands and is due.
   - With O(record) it writes that record with the present fingerprint, atomically, keeping the one before.
   - What the disk tier kept of another release or model, for a return to it, is removed as soon as the present state is
     proved, and not earlier.
@@ -144,10 +144,12 @@ def main() -> None:
                     engine, instance["served_model_name"], module.params["request_limit_s"]
                 )
             except HttpFailure as failure:
-                finding = request_finding(instance["name"], failure)
-                module.fail_json(msg=str(finding), findings=[finding.as_dict()])
+                reason = str(request_finding(instance["name"], failure))
             except KvfleetError as error:
-                module.fail_json(msg=str(error), findings=[finding.as_dict() for finding in error.findings])
+                reason = str(error)
+            if reason:
+                # the proof that is due now gives the verdict and keeps it among the results
+                break
     # a return to the release that was proved before needs no new record
     dropped = [] if reason else drop_stale_tiers(plan, dry_run=module.check_mode)
     module.exit_json(

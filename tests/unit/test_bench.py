@@ -246,12 +246,13 @@ def test_a_sample_too_small_for_p99_is_judged_by_its_slowest():
 
 
 def test_findings_of_truth_units_and_load_fail():
-    finding = {"code": "KVF-BENCH-007", "message": "m", "fix": "f", "numbers": {"hit_tokens": 0}}
+    numbers = {"hit_tokens": 0, "expected_tokens": 1792}
+    finding = {"code": "KVF-BENCH-007", "message": "m", "fix": "f", "numbers": numbers}
     broken = truth()
     broken[0]["findings"] = [finding]
     verdict = bench.judge(broken, [], None, Thresholds())
     assert verdict["verdict"] == "fail"
-    assert verdict["deciding"]["figure"] == "hit_tokens"
+    assert verdict["deciding"] == {"figure": "hit_tokens", "value": 0, "limit": 1792, "message": "m"}
     assert bench.judge(truth(), [finding], load(), Thresholds())["verdict"] == "fail"
     failed = load()
     failed["instances"][0]["findings"] = [finding]

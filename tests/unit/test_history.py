@@ -131,6 +131,20 @@ def test_a_disk_tier_slower_than_computing_costs_although_ram_pays():
     assert history.better_profile(now, [base]) == "gpu"
 
 
+def test_a_tiers_better_days_do_not_keep_a_host_on_it():
+    days = ("20261125T080000Z", "20261126T080000Z")
+    disk, gpu = passing(days[0], profile="disk"), passing(days[1], profile="gpu")
+    # disk was the best of all and now serves a third
+    now = passing("20261129T090000Z", profile="disk", factor=3.0)
+    assert history.payoff(now, [disk, gpu]).state == "costs"
+    assert history.better_profile(now, [disk, gpu]) == "gpu"
+    # a profile's newest result counts, and one that is worse still is no way out
+    slower = passing("20261127T080000Z", profile="gpu", factor=9.0)
+    assert history.better_profile(now, [disk, gpu, slower]) is None
+    cpu = passing("20261128T080000Z", profile="cpu")
+    assert history.better_profile(now, [disk, gpu, cpu]) == "cpu"
+
+
 def test_offload_that_costs_degrades_with_advice():
     base = passing("20261127T080000Z", profile="gpu")
     now = passing("20261129T090000Z", factor=1.9, earlier=[base])

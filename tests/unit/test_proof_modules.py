@@ -99,17 +99,22 @@ def test_proof_state_asks_records_and_stands(capsys, plan, engine):
     assert "plan" in call(proof_state, capsys, plan=plan, api_key="canary-key")["reason"]
 
 
-def test_an_unchanged_host_that_does_not_generate_fails(capsys, plan, engine, monkeypatch):
+def test_an_unchanged_host_that_does_not_generate_is_to_be_proved(capsys, plan, engine, monkeypatch):
     plan["instances"][0]["port"] = engine
     record(capsys, plan)
-    refused = call(proof_state, capsys, plan=plan, api_key="wrong")
-    assert refused["failed"] is True
-    assert "KVF-BENCH-002" in refused["msg"]
+
+    def why(key):
+        answer = call(proof_state, capsys, plan=plan, api_key=key)
+        assert (answer["proved"], answer["changed"]) == (False, False)
+        assert answer["line"] == f"to prove: {answer['reason']}"
+        return answer["reason"]
+
+    assert "KVF-BENCH-002" in why("wrong")
     monkeypatch.setattr(Engine, "tokens", 0)
-    assert "KVF-BENCH-004" in call(proof_state, capsys, plan=plan, api_key="canary-key")["msg"]
+    assert "KVF-BENCH-004" in why("canary-key")
     plan["instances"][0]["served_model_name"] = "another"
     record(capsys, plan)
-    assert "KVF-BENCH-003" in call(proof_state, capsys, plan=plan, api_key="canary-key")["msg"]
+    assert "KVF-BENCH-003" in why("canary-key")
 
 
 def test_check_mode_writes_no_record(capsys, plan, tmp_path):

@@ -629,14 +629,19 @@ def _leading_figure(truth: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"figure": "none", "value": None, "limit": None, "message": "nothing measured"}
 
 
+#: how a finding's numbers name what was due
+_LIMIT_NUMBERS = ("expected_", "allowed_", "asked")
+
+
 def _from_finding(entry: Mapping[str, Any]) -> Reason:
-    """A finding as a reason to fail."""
-    numbers = entry.get("numbers") or {}
+    """A finding as a reason to fail: its first number is the figure, the one that says what was due the limit."""
+    numbers = {str(key): item for key, item in (entry.get("numbers") or {}).items() if isinstance(item, (int, float))}
+    limit = next((item for key, item in numbers.items() if key.startswith(_LIMIT_NUMBERS)), None)
     figure, value = next(
-        ((str(key), item) for key, item in numbers.items() if isinstance(item, (int, float))),
+        ((key, item) for key, item in numbers.items() if not key.startswith(_LIMIT_NUMBERS)),
         (str(entry["code"]), None),
     )
-    return Reason("fail", str(entry["code"]), figure, str(entry["message"]), str(entry["fix"]), value)
+    return Reason("fail", str(entry["code"]), figure, str(entry["message"]), str(entry["fix"]), value, limit)
 
 
 def _speedups(instance: Mapping[str, Any], thresholds: Thresholds) -> list[Reason]:

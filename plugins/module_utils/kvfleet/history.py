@@ -467,20 +467,25 @@ def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> P
 
 
 def better_profile(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str | None:
-    """The profile that served the same load best on this host and release, when it is not the one of ``record``.
+    """The other profile that served the same load best on this host and release, when better than ``record`` did.
 
-    Requests per second of the busiest warm runs decide, as in :func:`payoff`.
+    Requests per second of the busiest warm runs decide, as in :func:`payoff`; of each other profile its newest passing
+    result counts. What the profile of ``record`` served in better days does not: it is the one that costs now.
     """
-    best: tuple[float, str] | None = None
-    for entry in (*earlier, record):
-        if entry is not record and not (
-            entry.get("verdict") == "pass"
-            and entry.get("release") == record["release"]
-            and comparable(record, entry, same_plan_profile=False)
-        ):
-            continue
-        rates = [_figure(run, ("requests_per_s",)) for _, run in _busiest_warm(entry)]
-        rate = min((value for value in rates if value is not None), default=None)
-        if rate is not None and (best is None or rate > best[0]):
-            best = (rate, str(entry["plan_profile"]))
-    return best[1] if best and best[1] != record["plan_profile"] else None
+    newest = {
+        str(entry["plan_profile"]): entry
+        for entry in earlier
+        if entry.get("verdict") == "pass"
+        and entry.get("release") == record["release"]
+        and entry.get("plan_profile") != record["plan_profile"]
+        and comparable(record, entry, same_plan_profile=False)
+    }
+    rates = {profile: _busiest_rate(entry) for profile, entry in newest.items()}
+    best = max(rates, key=lambda profile: rates[profile], default=None)
+    return best if best is not None and rates[best] > _busiest_rate(record) else None
+
+
+def _busiest_rate(record: Mapping[str, Any]) -> float:
+    """Requests per second of the slowest of the busiest warm runs; 0 when there is none."""
+    rates = [_figure(run, ("requests_per_s",)) for _, run in _busiest_warm(record)]
+    return min((value for value in rates if value is not None), default=0.0)

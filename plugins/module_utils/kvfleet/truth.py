@@ -465,7 +465,7 @@ class InstanceProof:
                 "KVF-BENCH-005",
                 f"A prompt that was never sent before hit {stale:.0f} tokens, so hits of this host prove nothing.",
                 "Look for a cache server that ignores cache_salt or a proxy that answers from memory.",
-                hit_tokens=stale,
+                hit_tokens=stale, allowed_tokens=0,
             )
 
     def _check_engine_cache(self, sources: Mapping[str, float], size: PromptSize) -> None:
@@ -499,7 +499,7 @@ class InstanceProof:
                 f"The engine's own cache still held {sources['engine_cache']:.0f} of {size.cached} tokens, so the "
                 f"{where} was not asked for them.",
                 "Run the proof without other load; if it stays, report the pool's size that kvfleet_plan predicts.",
-                engine_cache_tokens=sources["engine_cache"],
+                engine_cache_tokens=sources["engine_cache"], allowed_tokens=size.cached * 0.1,
             )
         elif hits < size.cached * 0.9:
             code, fix = _TIER_MISSED[tier]
@@ -515,7 +515,7 @@ class InstanceProof:
                 f"LMCache reported {hits:.0f} hit tokens but the engine loaded {sources['external']:.0f}: a "
                 "lookup is not a load.",
                 "Read the engine's journal for failed loads (kv_load_failure_policy recomputes them silently).",
-                hit_tokens=hits, loaded_tokens=sources["external"],
+                loaded_tokens=sources["external"], expected_tokens=hits,
             )  # fmt: skip
 
     def _compare(self, where: str, cold: Completion, repeat: Completion) -> None:
@@ -536,6 +536,7 @@ class InstanceProof:
                 f"Served from {where}, the same prompt gives another answer: {found.reason}.",
                 "Do not serve from this cache: wipe the tier, and check versions, dtype and the disk's health.",
                 max_logprob_difference=self.result["max_logprob_difference"],
+                allowed_difference=self.tolerance.logprob,
             )
 
     # -- displacing the pool, waiting for stores ------------------------------------------------------------------
@@ -560,7 +561,7 @@ class InstanceProof:
                     f"{self.limits.flood_s:g} s.",
                     "Raise smoke_benchmark_flood_limit_s or lower the pool (kvfleet_gpu_memory_utilization) for "
                     "the proof.",
-                    flood_tokens=flood.total_tokens,
+                    flood_tokens=flood.total_tokens, allowed_s=self.limits.flood_s,
                 )  # fmt: skip
             completion(self.engine, self.model, prompt, f"{self.salt}-flood", 1, store, timeout_s=max(1.0, left))
 

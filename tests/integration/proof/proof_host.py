@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[3]
+RELEASE = "cpu-0.32.0-0.5.6"
 TESTHOST = ROOT / "scripts" / "testhost"
 BIN = Path(sys.executable).parent
 UNITS = ("kvfleet-lmcache@0.service", "kvfleet-vllm@tiny.service")
@@ -93,7 +94,8 @@ class ProofHost:
         subprocess.run([TESTHOST, "ssh", self.name, command], text=True, input=text, check=True)
 
     def up(self) -> None:
-        """Start it with its model; a running one stays."""
+        """Start it with its model and the release's bundle; a running one stays."""
+        subprocess.run([BIN / "kvfleet", "bundle", RELEASE], check=True, stdout=subprocess.DEVNULL)
         self.tool("up", self.name, "--reuse", "--size", "2G")
         self.folder.mkdir(parents=True, exist_ok=True)
         model = self.folder / "model"

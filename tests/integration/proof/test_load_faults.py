@@ -7,7 +7,7 @@ import time
 
 import pytest
 from proof_host import ProofHost, codes, result_codes
-from test_truth_faults import VLLM, drop_in
+from test_truth_faults import SERVER, VLLM, drop_in, unit_command
 
 pytestmark = pytest.mark.root
 
@@ -108,6 +108,31 @@ def test_a_benchmark_that_is_ended_takes_its_load_with_it(host):
     assert status != 0
     tool = "pgrep -f 'vllm[.]entrypoints.cli.main'"
     wait_for("the end of the load", lambda: not host.ssh(tool, check=False).strip(), 30)
+
+
+def test_a_disk_tier_whose_reads_come_from_memory(host):
+    """The server runs without O_DIRECT: every counter says disk, and the device reads next to nothing."""
+    buffered = unit_command(host, SERVER, r'"use_odirect":true', '"use_odirect":false')
+    with drop_in(host, SERVER, buffered):
+        status, text = host.prove(smoke_benchmark_on_degrade="fail")
+    assert status != 0
+    assert "KVF-BENCH-049" in codes(text), text
+    record = host.records()[-1]
+    assert record["verdict"] == "degrade"
+    from_disk = next(run for run in record["load"]["instances"][0]["runs"] if run["run"]["clear_ram"])
+    assert from_disk["tokens"]["tier_disk"] > 0
+    assert from_disk["disk"]["served_by"] == "page cache"
+
+
+def test_a_limit_that_was_set(host):
+    status, text = host.prove(smoke_benchmark_ttft_p99_ms=1, smoke_benchmark_requests_per_s=1_000_000)
+    assert status != 0
+    assert "KVF-BENCH-043" in codes(text), text
+    reasons = [reason for reason in host.records()[-1]["reasons"] if reason["code"] == "KVF-BENCH-043"]
+    assert {(reason["figure"], reason["limit"]) for reason in reasons} == {
+        ("ttft_p99_ms", 1),
+        ("requests_per_s", 1_000_000),
+    }
 
 
 def test_ram_that_holds_everything(host):
