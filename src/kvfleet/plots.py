@@ -69,7 +69,7 @@ def draw(chart: Chart) -> str:
         # ids of clip paths must differ between the charts of one page, and be the same in every run
         "svg.hashsalt": chart.name,
         "font.family": "sans-serif",
-        "font.size": 9.5,
+        "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.edgecolor": MUTED,
@@ -81,7 +81,7 @@ def draw(chart: Chart) -> str:
         "legend.frameon": False,
     }
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(4.9, 3.1))
+        figure = Figure(figsize=(4.3, 2.9))
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         for line in chart.lines:
@@ -127,7 +127,7 @@ def draw(chart: Chart) -> str:
                 xycoords=("data", "axes fraction"),
                 xytext=(3, -2),
                 textcoords="offset points",
-                fontsize=7.5,
+                fontsize=8,
                 color=MUTED,
                 rotation=90,
                 va="top",

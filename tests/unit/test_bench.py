@@ -158,6 +158,16 @@ def test_a_large_pool_gets_prefixes_that_exceed_it():
     assert any("own cache serves part" in note for note in bench.article_runs(small_tier, 1).notes)
 
 
+def test_the_articles_repeats_come_from_disk_where_there_is_one():
+    cleared = {}
+    for name, room in (("disk", DEMO), ("cpu", bench.replace(DEMO, disk_tokens=0))):
+        plan = bench.article_runs(room, 1, 0.2, may_clear=True)
+        cleared[name] = [run.name for run in plan.runs if run.clear_ram]
+        assert any("RAM tier is emptied" in note for note in plan.notes) is bool(cleared[name])
+    assert cleared == {"disk": ["rag-c1", "rag-c4", "rag-c8", "rag-c16", "rag-c32"], "cpu": []}
+    assert not any(run.clear_ram for run in bench.article_runs(DEMO, 1, 0.2).runs)
+
+
 def test_a_scale_of_nothing_is_refused():
     with pytest.raises(KvfleetError, match="smoke_benchmark_article_scale"):
         bench.article_runs(DEMO, 1, scale=0)
@@ -167,6 +177,8 @@ def test_long_leaves_out_what_does_not_fit():
     plan = bench.long_runs(Capacity(100_000, 1, 1, 256, 65536, 8), 1)
     assert [run.name for run in plan.runs] == ["cold-32k", "warm-32k"]
     assert "131072" in plan.notes[0]
+    cleared = bench.long_runs(Capacity(300_000, 1, 1, 256, 200_000, 8), 1, may_clear=True).runs
+    assert [run.name for run in cleared if run.clear_ram] == ["disk-32k", "disk-128k"]
     with pytest.raises(KvfleetError, match="KVF-BENCH-012"):
         bench.long_runs(DEMO, 1)
 

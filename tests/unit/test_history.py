@@ -145,6 +145,37 @@ def test_a_tiers_better_days_do_not_keep_a_host_on_it():
     assert history.better_profile(now, [disk, gpu, cpu]) == "cpu"
 
 
+def test_repeats_from_an_emptied_ram_tier_compare_with_those_of_other_profiles():
+    base, now = (
+        json.loads(json.dumps(sample_results.record("h", at, profile, load="article")))
+        for at, profile in (("20261127T080000Z", "gpu"), ("20261129T090000Z", "disk"))
+    )
+    for run in now["load"]["instances"][0]["runs"]:
+        run["run"]["clear_ram"] = run["run"]["phase"] == "warm"
+    assert history.comparable(now, base, same_plan_profile=False)
+    assert history.payoff(now, [base]).run == "rag-c32"
+    now["load"]["instances"][0]["runs"][-1]["run"]["requests"] += 1
+    assert not history.comparable(now, base, same_plan_profile=False)
+
+
+def test_runs_of_one_concurrency_are_compared_by_their_sizes():
+    base, now = (
+        json.loads(json.dumps(passing(at, profile=profile)))
+        for at, profile in (("20261127T080000Z", "gpu"), ("20261129T090000Z", "disk"))
+    )
+    for record, rates in ((base, (4.0, 1.0)), (now, (3.0, 1.1))):
+        runs = record["load"]["instances"][0]["runs"]
+        warm = next(run for run in runs if run["run"]["name"] == "warm-c16")
+        for context, rate in zip((32768, 131072), rates, strict=True):
+            run = json.loads(json.dumps(warm))
+            run["run"].update(name=f"warm-{context}", prompt_tokens=context, concurrency=99)
+            run["figures"]["requests_per_s"] = rate
+            runs.append(run)
+    # 3 of 4 at the short context, not 3 against the long one's 1
+    found = history.payoff(now, [base])
+    assert (found.run, found.ratio) == ("warm-32768", 0.75)
+
+
 def test_offload_that_costs_degrades_with_advice():
     base = passing("20261127T080000Z", profile="gpu")
     now = passing("20261129T090000Z", factor=1.9, earlier=[base])

@@ -226,10 +226,11 @@ def served_by(hit_bytes: int, read_bytes: int) -> str:
     return "device" if read_bytes >= _DEVICE_SHARE * hit_bytes else "page cache"
 
 
-def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
+def article_runs(room: Capacity, seed: int, scale: float = 1.0, may_clear: bool = False) -> LoadPlan:
     """The article's load, twice: its own random prompts, and RAG prompts that share prefixes.
 
-    ``scale`` below 1 shortens requests, prompts and outputs alike; the five concurrencies stay.
+    ``scale`` below 1 shortens requests, prompts and outputs alike; the five concurrencies stay. With ``may_clear`` a
+    disk tier serves the repeats, not the RAM above it: that is emptied before each of them.
     """
     if not 0 < scale <= 1:
         raise refuse(
@@ -293,12 +294,18 @@ def article_runs(room: Capacity, seed: int, scale: float = 1.0) -> LoadPlan:
         output_tokens=output, seed=seed, prefixes=prefixes, prefix_tokens=total - suffix, suffix_tokens=suffix,
     )  # fmt: skip
     runs.append(rag)
-    runs += [replace(rag, name=f"rag-c{many}", phase="warm", concurrency=many) for many in ARTICLE_CONCURRENCIES]
+    from_disk = may_clear and room.disk_tokens > 0
+    if from_disk:
+        notes.append("the RAM tier is emptied before every repeat in this set-up, so that the disk tier serves it")
+    runs += [
+        replace(rag, name=f"rag-c{many}", phase="warm", concurrency=many, clear_ram=from_disk)
+        for many in ARTICLE_CONCURRENCIES
+    ]
     return LoadPlan("article", tuple(runs), tuple(notes), scale)
 
 
-def long_runs(room: Capacity, seed: int) -> LoadPlan:
-    """32K and 128K tokens as far as ``max_model_len`` and the pool allow, cold and warm, one at a time."""
+def long_runs(room: Capacity, seed: int, may_clear: bool = False) -> LoadPlan:
+    """32K and 128K tokens as far as ``max_model_len`` and the pool allow, one at a time: cold, warm, and from disk."""
     runs: list[Run] = []
     notes: list[str] = []
     for context in LONG_CONTEXTS:
@@ -311,7 +318,10 @@ def long_runs(room: Capacity, seed: int) -> LoadPlan:
             name=f"cold-{context // 1024}k", phase="populate", dataset="prefix_repetition", requests=4, concurrency=1,
             output_tokens=64, seed=seed + context, prefixes=4, prefix_tokens=context - 64, suffix_tokens=64,
         )  # fmt: skip
-        runs += [cold, replace(cold, name=f"warm-{context // 1024}k", phase="warm")]
+        warm = replace(cold, name=f"warm-{context // 1024}k", phase="warm")
+        runs += [cold, warm]
+        if may_clear and room.disk_tokens:
+            runs.append(replace(warm, name=f"disk-{context // 1024}k", clear_ram=True))
     if not runs:
         raise refuse(
             "KVF-BENCH-012",

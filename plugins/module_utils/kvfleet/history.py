@@ -288,30 +288,36 @@ def comparable(record: Mapping[str, Any], other: Mapping[str, Any], *, same_plan
 
 
 def _sizes(record: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Per instance its name, model and the sizes of its runs."""
+    """Per instance its name, model and the names and sizes of its runs."""
     models = {entry["name"]: entry.get("model") for entry in record["plan"]["instances"]}
-    keys = (
-        "name",
-        "requests",
-        "concurrency",
-        "prompt_tokens",
-        "output_tokens",
-        "prefixes",
-        "prefix_tokens",
-        "input_tokens",
-    )
-    return [
-        (
-            entry["name"],
-            models.get(entry["name"]),
-            # a run from the emptied RAM tier exists only where there is a disk tier
-            tuple(
-                tuple(run["run"].get(key) for key in keys) for run in entry["runs"] if not run["run"].get("clear_ram")
-            ),
-        )
-        for entry in (record.get("load") or {}).get("instances") or ()
-        if entry.get("runs")
-    ]
+    found = []
+    for entry in (record.get("load") or {}).get("instances") or ():
+        if not entry.get("runs"):
+            continue
+        plain = {_size(run) for run in entry["runs"] if not run["run"].get("clear_ram")}
+        # a run that is repeated from the emptied RAM tier exists only where there is a disk tier
+        runs = [run for run in entry["runs"] if not (run["run"].get("clear_ram") and _size(run) in plain)]
+        sizes = tuple((run["run"].get("name"), _size(run)) for run in runs)
+        found.append((entry["name"], models.get(entry["name"]), sizes))
+    return found
+
+
+#: what makes two runs the same load
+_SIZE_KEYS = (
+    "phase",
+    "requests",
+    "concurrency",
+    "prompt_tokens",
+    "output_tokens",
+    "prefixes",
+    "prefix_tokens",
+    "input_tokens",
+)
+
+
+def _size(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Phase and sizes of a run."""
+    return tuple(run["run"].get(key) for key in _SIZE_KEYS)
 
 
 def regressions(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[Change]:
@@ -429,11 +435,9 @@ def payoff(record: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> P
             "load on "
             "this host. Profile article measures all three.",
         )
-    reference = {(name, run["run"]["concurrency"]): run for name, run in _runs(baseline[-1]) if _is_warm(run)}
+    reference = {(name, _size(run)): run for name, run in _runs(baseline[-1]) if _is_warm(run)}
     pairs = [
-        (run, reference[name, run["run"]["concurrency"]])
-        for name, run in _busiest_warm(record)
-        if (name, run["run"]["concurrency"]) in reference
+        (run, reference[name, _size(run)]) for name, run in _busiest_warm(record) if (name, _size(run)) in reference
     ]
     if not pairs:
         return Payoff("unknown", "The baseline has no warm run of this load.")

@@ -74,9 +74,9 @@ def plan_runs(
         # without a truth check before it (benchmark alone, nothing measured yet) assume a slow host
         return bench.smoke_runs(room, speed or Speed(300.0, 60.0), seed, budget_s, may_clear, shape)
     if profile == "article":
-        return bench.article_runs(room, seed, scale)
+        return bench.article_runs(room, seed, scale, may_clear)
     if profile == "long":
-        return bench.long_runs(room, seed)
+        return bench.long_runs(room, seed, may_clear)
     return bench.custom_runs(custom, room, seed)
 
 

@@ -465,7 +465,8 @@ class InstanceProof:
                 "KVF-BENCH-005",
                 f"A prompt that was never sent before hit {stale:.0f} tokens, so hits of this host prove nothing.",
                 "Look for a cache server that ignores cache_salt or a proxy that answers from memory.",
-                hit_tokens=stale, allowed_tokens=0,
+                hit_tokens=stale,
+                allowed_tokens=0,
             )
 
     def _check_engine_cache(self, sources: Mapping[str, float], size: PromptSize) -> None:
@@ -499,7 +500,8 @@ class InstanceProof:
                 f"The engine's own cache still held {sources['engine_cache']:.0f} of {size.cached} tokens, so the "
                 f"{where} was not asked for them.",
                 "Run the proof without other load; if it stays, report the pool's size that kvfleet_plan predicts.",
-                engine_cache_tokens=sources["engine_cache"], allowed_tokens=size.cached * 0.1,
+                engine_cache_tokens=sources["engine_cache"],
+                allowed_tokens=size.cached * 0.1,
             )
         elif hits < size.cached * 0.9:
             code, fix = _TIER_MISSED[tier]

@@ -6,10 +6,18 @@ import re
 import proof_host
 import pytest
 
+from kvfleet import article
+
 pytestmark = pytest.mark.root
 
 SCALE = 0.05
 CONCURRENCIES = (1, 4, 8, 16, 32)
+
+
+def article_sizes(record):
+    """Requests and tokens that a run of the record really had."""
+    run = next(run["run"] for run in record["load"]["instances"][0]["runs"] if run["run"]["name"] == "random-c1")
+    return run["requests"], run["prompt_tokens"], run["output_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +62,23 @@ def test_the_host_ends_in_its_own_profile(measured):
 
 def test_the_report_has_the_articles_tables_and_plots_and_needs_no_network(measured):
     page = (measured.results / "report.html").read_text()
-    for words in ("TTFT", "TPOT", "requests/s", "output tokens/s", f"scale {SCALE:g}"):
-        assert words.lower() in page.lower(), words
-    assert page.count("<svg") >= 3
+    loads = ("prompts that repeat a prefix (RAG)", "random prompts (the article&#39;s own load)")
+    tables = dict(re.findall(r"<h4>(.*?)</h4>\s*<table>(.*?)</table>", page, re.DOTALL))
+    figures = ("TTFT mean", "TTFT p99", "TPOT mean", "Requests per second", "Output tokens per second")
+    assert set(tables) == {f"{figure}, {load}" for figure in figures for load in loads}
+    for title, table in tables.items():
+        assert re.findall(r">(gpu|cpu|disk)</th>", table) == ["gpu", "cpu", "disk"], title
+        rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr>(<td.*?)</tr>", table, re.DOTALL)]
+        assert [row[0] for row in rows] == [str(many) for many in CONCURRENCIES], title
+        assert all(len(row) == 4 and all(re.match(r"[\d.,]+", cell) for cell in row) for row in rows), title
+    plots = dict(re.findall(r"<figcaption>(.*?)</figcaption>(<svg.*?</svg>)", page, re.DOTALL))
+    for load in loads:
+        for figure in ("Mean TTFT", "Throughput", "Output"):
+            words = re.findall(r"<text[^>]*>(.*?)</text>", plots[f"{figure}, {load}"])
+            assert {"gpu", "cpu", "disk", "requests at a time", *map(str, CONCURRENCIES)} <= set(words)
+    assert {"Use of the engine&#39;s KV pool", "Bytes in the tiers"} <= set(plots)
+    assert page.count('data-l="here, disk"') == len(article.STATEMENTS)
+    requests, tokens_in, tokens_out = article_sizes(measured.records()[-1])
+    assert f"scale {SCALE:g}: {requests} requests of {tokens_in} tokens in and {tokens_out} out" in page.lower()
     assert not re.search(r'(src|href)\s*=\s*"?(https?:)?//', page)
     assert "<script" not in page
