@@ -116,6 +116,7 @@ PARTS = (
         ALL,
         (pytest(f"{PROOF}/test_load_faults.py", report="proof-load-faults", markers="root"),),
     ),
+    Part("proof trouble", ALL, (pytest(f"{PROOF}/test_trouble.py", report="proof-trouble", markers="root"),)),
     Part("proof fallback", ALL, (pytest(f"{PROOF}/test_fallback.py", report="proof-fallback", markers="root"),)),
     Part("proof article", ALL, (pytest(f"{PROOF}/test_article.py", report="proof-article", markers="root"),)),
     Part("proxy", ALL, (pytest("tests/integration/proxy", report="proxy", markers="root"),)),

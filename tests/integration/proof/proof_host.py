@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import yaml
@@ -174,3 +175,46 @@ def codes(text: str) -> set[str]:
 def result_codes(record: dict) -> set[str]:
     """The codes of a result's reasons."""
     return {reason["code"] for reason in record["reasons"]}
+
+
+def wait_for(what: str, condition, limit_s: float = 240) -> None:
+    """Until ``condition()`` is true."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {limit_s} s"
+        time.sleep(1)
+
+
+def wait_for_load(host: ProofHost, process: subprocess.Popen) -> None:
+    """Until the load of a started playbook has requests in flight."""
+    waiting = host.background("python3 /root/ask.py wait 300")
+    try:
+        while waiting.poll() is None:
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.5)
+    finally:
+        waiting.kill()
+    assert waiting.returncode == 0
+
+
+def finished(process: subprocess.Popen, limit_s: float = 480) -> tuple[int, str]:
+    """Status and output of a started playbook."""
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, text
+
+
+#: a load that lasts long enough to put something into it
+LONG_LOAD = {
+    "smoke_benchmark_report": False,
+    "smoke_benchmark_force": True,
+    "smoke_benchmark_profile": "custom",
+    "smoke_benchmark_custom_runs": [
+        {
+            "name": "steady", "dataset": "random", "requests": 120, "input_tokens": 256, "output_tokens": 32,
+            "concurrency": 2,
+        }
+    ],
+}  # fmt: skip
