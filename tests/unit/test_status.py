@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def seen(plan: dict[str, Any]) -> dict[str, Any]:
         "release": {"current": plan["release"]["id"]},
         "plan": {"fingerprint": plan["fingerprint"], "profile": "disk"},
         "units": units,
+        "health": {"age_s": 12.0, "units": {name: {"unit": name, "state": "ok", "reason": ""} for name in units}},
         "strays": [],
         "target": "enabled",
         "mount": {"number": "259:1", "fstype": "ext4", "source": "/dev/nvme1n1p1", "read_only": False},
@@ -83,6 +85,10 @@ def first_unit(seen: dict[str, Any], kind: str) -> dict[str, Any]:
     return next(value for name, value in seen["units"].items() if name.startswith(f"kvfleet-{kind}@"))
 
 
+def health_of(seen: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next(value for name, value in seen["health"]["units"].items() if name.startswith(f"kvfleet-{kind}@"))
+
+
 def change_option(seen: dict[str, Any], option: str, value: str) -> None:
     command = first_unit(seen, "vllm")["command"]
     command[command.index(option) + 1] = value
@@ -103,6 +109,10 @@ CASES: dict[str, tuple[Any, str]] = {
     ),
     "stray": (lambda s: s["strays"].append("kvfleet-vllm@x.service"), "unit kvfleet-vllm@x.service"),
     "target": (lambda s: s.update(target="disabled"), "unit kvfleet.target"),
+    "degraded": (lambda s: health_of(s, "lmcache").update(state="degraded"), "health kvfleet-lmcache@0.service"),
+    "gave up": (lambda s: health_of(s, "vllm").update(state="failed"), "health kvfleet-vllm@default.service"),
+    "never looked": (lambda s: s.update(health=None), "health watcher"),
+    "looked long ago": (lambda s: s["health"].update(age_s=3600.0), "health watcher"),
     "unmounted": (lambda s: s.update(mount=None), "mount /var/cache/kvfleet"),
     "other disk": (lambda s: s["mount"].update(number="259:9"), "mount /var/cache/kvfleet"),
     "read-only": (lambda s: s["mount"].update(read_only=True), "mount /var/cache/kvfleet"),
@@ -140,6 +150,20 @@ def test_what_does_not_answer_is_unknown_and_never_ok(plan: dict[str, Any], seen
     items = compare(plan, seen)
     assert verdict(items) == UNKNOWN
     assert "connection refused" in next(str(item) for item in items if item.state == UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("found", "state"), [("busy", OK), ("activating", UNKNOWN), ("unknown", UNKNOWN), ("hung", DRIFT), ("dead", DRIFT)]
+)
+def test_the_watchers_word_is_told_with_its_reason(
+    found: str, state: str, plan: dict[str, Any], seen: dict[str, Any]
+) -> None:
+    health_of(seen, "vllm").update(state=found, reason="why")
+    item = next(
+        item for item in compare(plan, seen) if item.name == "kvfleet-vllm@default.service" and "why" in item.note
+    )
+    assert (item.area, item.state) == ("health", state)
+    assert "why" in str(item)
 
 
 def test_errors_of_the_plan_are_drift_with_their_fix(plan: dict[str, Any], seen: dict[str, Any]) -> None:
@@ -183,6 +207,8 @@ def test_observing_reads_units_mount_and_records(plan: dict[str, Any], tmp_path:
     (tmp_path / "proc" / "self" / "mountinfo").write_text(
         "20 1 8:1 / / rw - ext4 /dev/sda1 rw\n21 1 259:1 / /var/cache/kvfleet ro,noatime - ext4 /dev/nvme1n1p1 rw\n"
     )
+    look = {"time": time.time() - 20, "units": [{"unit": "u.service", "state": "degraded", "reason": "full"}]}
+    (tmp_path / "health.json").write_text(json.dumps(look))
     calls = []
 
     def run(argv: Any, **_: Any) -> CommandResult:
@@ -193,11 +219,13 @@ def test_observing_reads_units_mount_and_records(plan: dict[str, Any], tmp_path:
 
     paths = HostPaths(systemd=str(units), proc=str(tmp_path / "proc"), records=str(tmp_path), by_uuid=str(tmp_path))
     found = observe(
-        plan, run, paths=paths, run_directory=tmp_path, layout=Layout(tmp_path / "opt"),
+        plan, run, paths=paths, run_directory=tmp_path, watch_directory=tmp_path, layout=Layout(tmp_path / "opt"),
         fetch=lambda url, path: "vllm:kv_cache_usage_perc 0.25\nlmcache_mp_l2_usage_bytes 7\n",
     )  # fmt: skip
     assert found["strays"] == ["kvfleet-vllm@gone.service"]
     assert found["units"]["kvfleet-vllm@default.service"]["restarts"] == 2
+    assert found["health"]["units"]["u.service"]["reason"] == "full"
+    assert 20 <= found["health"]["age_s"] < 60
     assert found["units"]["kvfleet-vllm@default.service"]["on_disk"] == "digest-now"
     assert found["mount"] == {"number": "259:1", "fstype": "ext4", "source": "/dev/nvme1n1p1", "read_only": True}
     assert found["instances"]["default"]["pool_share"] == 0.25

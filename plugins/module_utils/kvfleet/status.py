@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,21 @@ OK, DRIFT, UNKNOWN = "ok", "drift", "unknown"
 OWNED_PREFIXES = ("kvfleet-vllm@", "kvfleet-lmcache@")
 #: left on a root or release file system below this, the next release does not fit (a release takes about 2.6 GiB)
 LOW_SPACE_BYTES = 4 * GIB
+#: a look takes at most some deadlines of 30 s; one that is older than this means that nobody looks any more
+STALE_LOOK_S = 300
+#: what the watcher finds in a unit that answers; a queue is no fault
+WELL = ("ok", "busy")
+#: states of a unit that systemd is working on
+MOVING = ("activating", "deactivating", "reloading")
 
 Fetch = Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One compared thing: ``area`` (plan, release, settings, unit, mount, disk, driver, space, tier, verdict), ``name``
-    within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more where both do not suffice."""
+    """One compared thing: ``area`` (plan, release, settings, unit, health, mount, disk, driver, space, tier,
+    verdict), ``name`` within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more where both
+    do not suffice."""
 
     area: str
     name: str
@@ -112,6 +120,7 @@ def observe(
     layout: engine.Layout | None = None,
     helper: str = "/opt/kvfleet/libexec/kvfleet-unit",
     run_directory: Path = Path("/run/kvfleet"),
+    watch_directory: Path = Path("/run/kvfleet-watch"),
     fetch: Fetch | None = None,
 ) -> dict[str, Any]:
     """Everything that :func:`compare` needs, as plain data; reads only, never raises for what is missing.
@@ -135,6 +144,7 @@ def observe(
             path.name for path in units.glob("kvfleet-*@*.service")
             if path.name.startswith(OWNED_PREFIXES) and path.name not in names
         ),
+        "health": _health(watch_directory / "health.json"),
         "target": _show(run, "kvfleet.target", "LoadState,UnitFileState").get("UnitFileState", ""),
         "mount": _mount(str(where.get("cache_mount", "/var/cache/kvfleet")), paths),
         "data": _ownership(str(where.get("cache_data", ""))),
@@ -191,6 +201,15 @@ def _unit(name: str, run: CommandRunner, units: Path, run_directory: Path, helpe
         "started_with": started,
         "on_disk": on_disk,
     }
+
+
+def _health(path: Path) -> dict[str, Any] | None:
+    """What the watcher wrote at its last look, with that look's age by the host's own clock."""
+    found = _read_json(path)
+    if found is None or not isinstance(found.get("units"), list):
+        return None
+    units = {str(one.get("unit")): one for one in found["units"] if isinstance(one, dict)}
+    return {"age_s": max(0.0, time.time() - float(found.get("time") or 0)), "units": units}
 
 
 def _mount(point: str, paths: HostPaths) -> dict[str, Any] | None:
@@ -310,6 +329,7 @@ def compare(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Item]:
     if seen.get("units"):
         target = str(seen.get("target") or "absent")
         items.append(Item("unit", "kvfleet.target", OK if target == "enabled" else DRIFT, "enabled", target))
+    items += _compare_health(plan, seen)
     items += _compare_disk(plan, seen)
     items += _compare_driver(plan, seen)
     items += _compare_space(plan, seen)
@@ -365,6 +385,26 @@ def _compare_unit(plan: Mapping[str, Any], unit: str, seen: Mapping[str, Any]) -
     wanted, found = options(service["command"]), options(seen["command"])
     yield from _differences(unit, wanted, found)
     yield from _differences(unit, {str(k): str(v) for k, v in service["environment"].items()}, seen["environment"])
+
+
+def _compare_health(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Item]:
+    """The watcher's word on each unit: a service may run and yet serve with less than the plan promises."""
+    watched = [str(entry["unit"]) for entry in plan.get("watch") or []]
+    running = [unit for unit in watched if (seen.get("units") or {}).get(unit, {}).get("present")]
+    health = seen.get("health")
+    if running and health is None:
+        yield Item("health", "watcher", DRIFT, "looks at every unit", "no look yet", "kvfleet-watch.timer")
+    if not running or health is None:
+        return
+    if health["age_s"] > STALE_LOOK_S:
+        age = f"last look {health['age_s']:.0f} s ago"
+        yield Item("health", "watcher", DRIFT, "looks at every unit", age, "kvfleet-watch.timer")
+        return
+    for unit in running:
+        entry = health["units"].get(unit) or {}
+        found = str(entry.get("state") or "not looked at")
+        state = OK if found in WELL else UNKNOWN if found in (*MOVING, "unknown", "not looked at") else DRIFT
+        yield Item("health", unit, state, found if state == OK else "ok", found, str(entry.get("reason") or ""))
 
 
 def _differences(unit: str, wanted: Mapping[str, str], found: Mapping[str, str]) -> Iterator[Item]:
