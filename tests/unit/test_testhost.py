@@ -361,6 +361,21 @@ def test_one_disk_cannot_be_swapped() -> None:
         lifecycle.swap(make_host(disks=[state.Disk(1, "cache", "THX01", 2**26)], order=[1]))
 
 
+def test_an_unplugged_disk_is_not_given_to_the_next_boot_and_comes_back() -> None:
+    host = make_host()
+    lifecycle.unplug(host)
+    assert state.load_host("node1").order == [1]  # type: ignore[union-attr]
+    host.loops = ["/dev/loop3"]
+    assert "--setenv=TESTHOST_DISKS=loop3=THNODE101" in container.nspawn_argv(host, 20000)
+    lifecycle.plug(host)
+    assert state.load_host("node1").order == [1, 2]  # type: ignore[union-attr]
+
+
+def test_what_is_not_there_cannot_be_unplugged() -> None:
+    with pytest.raises(tools.TesthostError, match="no cache disk"):
+        lifecycle.unplug(make_host(disks=[], order=[]))
+
+
 # ---------------------------------------------------------------- image
 DEBIAN_SOURCES = """\
 Types: deb deb-src

@@ -70,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     command("down", "Remove a host and everything of it.")
     command("reboot", "Reboot a host and wait until it is running again.")
     command("swap", "Turn the kernel's order of the disks around, from the next boot on.")
+    command("unplug", "Take the cache disk away, from the next boot on; its content stays.")
+    command("plug", "Give back what unplug took, from the next boot on.")
     usage = command("disk-usage", "Print the allocated bytes of each disk's backing file.")
     command("verify-system-disk", "Prove that the system-like disk is as it was made.")
     listing = command("list", "List all hosts.", host=False)
@@ -213,6 +215,10 @@ def run_host_command(command: str, host: Host, args: argparse.Namespace) -> int:
         lifecycle.reboot(host)
     elif command == "swap":
         lifecycle.swap(host)
+    elif command == "unplug":
+        lifecycle.unplug(host)
+    elif command == "plug":
+        lifecycle.plug(host)
     elif command == "disk-usage":
         disk_usage(host, args.json)
     elif command == "verify-system-disk":

@@ -148,9 +148,10 @@ def attach_disks(host: Host) -> None:
     """
     wanted = [host.disk_file(host.disk(number)) for number in host.order]
     loops = list(host.loops)
-    if [[loop] for loop in loops] == [loops_of(path) for path in wanted]:
+    absent = [host.disk_file(disk) for disk in host.disks if disk.number not in host.order]
+    if [[loop] for loop in loops] == [loops_of(path) for path in wanted] and not any(map(loops_of, absent)):
         return
-    for path in wanted:
+    for path in [*wanted, *absent]:
         for loop in loops_of(path):
             detach(loop)
     attached = []

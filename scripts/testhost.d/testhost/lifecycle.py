@@ -290,6 +290,26 @@ def reboot(host: Host) -> None:
     wait_ready(host, seconds)
 
 
+def unplug(host: Host) -> None:
+    """Take the host's cache disk away from its next boot on; its content stays.
+
+    :raises TesthostError: the host has no cache disk.
+    """
+    disk = host.disk_with_role("cache")
+    if disk is None:
+        raise TesthostError(f"{host.name} has no cache disk to unplug.")
+    with locked(state_folder() / f".{host.name}.lock", host.name):
+        host.order = [number for number in host.order if number != disk.number]
+        host.save()
+
+
+def plug(host: Host) -> None:
+    """Give the host all its disks again, from its next boot on, in the order in which they were made."""
+    with locked(state_folder() / f".{host.name}.lock", host.name):
+        host.order = [disk.number for disk in host.disks]
+        host.save()
+
+
 def swap(host: Host) -> None:
     """Turn the order around in which the host's kernel finds its disks, from its next boot on."""
     if len(host.disks) < 2:

@@ -141,6 +141,19 @@ def test_container_host(name: str) -> None:
     story(name, "nspawn")
 
 
+def test_a_disk_that_is_missing_at_one_boot_is_back_at_the_next(name: str) -> None:
+    tool("up", name, "--size", "1G")
+    cache = disks_of(name)[1]
+    on_host(name, f"echo kept | dd of={cache['by_id']} conv=fsync status=none")
+    tool("unplug", name)
+    assert on_host(name, f"readlink -e {cache['by_id']}"), "it goes at the next boot, not before"
+    tool("reboot", name)
+    assert cache["serial"] not in on_host(name, "ls /dev/disk/by-id /sys/block /run/testhost/disks; lsblk -o SERIAL")
+    tool("plug", name)
+    tool("reboot", name)
+    assert on_host(name, f"head -c 5 {cache['by_id']}") == "kept"
+
+
 def test_virtual_machine(name: str) -> None:
     story(name, "qemu")
 
