@@ -128,6 +128,17 @@ def test_tier_is_emptied_without_following_links(helper, tmp_path, tier, keep):
     assert (tier / "old/chunk0").exists()
 
 
+def test_a_cache_inside_the_process_begins_empty(helper, tmp_path, tier):
+    """LMCache inside vLLM writes beside the directory that the unit names, not into it."""
+    mine, others = tmp_path / "data/llama8b", tmp_path / "data/other/chunk.pt"
+    for path in (mine / "model@1@0@abc.pt", mine / "in-process/x", others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    helper.prepare_tier(mine / "in-process", tmp_path, keep=False)
+    assert [path.name for path in mine.rglob("*")] == ["in-process"]
+    assert others.exists()
+
+
 @pytest.mark.parametrize(
     ("free", "old", "kept"),
     [
@@ -419,10 +430,55 @@ def test_only_active_units_are_asked(helper, state):
 @pytest.mark.parametrize(("since", "restarts"), [(10, 0), (46, 1)])
 def test_a_slow_cache_server_gets_patience(helper, since, restarts):
     active = {"ActiveState": "active", "InvocationID": "1"}
-    before = {"state": "hung", "since": time.time() - since}
+    # the wall clock was set a day ahead meanwhile
+    before = {"state": "hung", "since": time.time() - 86400}
+    before["since_uptime"] = time.clock_gettime(time.CLOCK_BOOTTIME) - since
     result, acts = look(helper, [active, active], ("hung", "x"), before, {"unit": "s", "http_port": 1})
     assert result["restarts"] == restarts
     assert bool(acts) is bool(restarts)
+
+
+MOUNT = "var-cache-kvfleet.mount"
+
+
+@pytest.mark.parametrize(
+    ("unit", "changed", "state"),
+    [
+        ("kvfleet-lmcache@0.service", {}, "inactive"),
+        ("kvfleet-lmcache@0.service", {MOUNT: {"ActiveState": "inactive"}}, "blocked"),
+        ("kvfleet-lmcache@0.service", {MOUNT: {"ActiveState": "failed"}}, "blocked"),
+        ("kvfleet-lmcache@0.service", {"kvfleet-lmcache@0.service": {"AssertResult": "no"}}, "blocked"),
+        # still waiting for the disk at boot
+        (
+            "kvfleet-lmcache@0.service",
+            {MOUNT: {"ActiveState": "inactive"}, "kvfleet-lmcache@0.service": {"Job": "77"}},
+            "inactive",
+        ),
+        ("kvfleet-vllm@a.service", {MOUNT: {"ActiveState": "inactive"}}, "blocked"),
+        # somebody stopped the server: that is no alert
+        ("kvfleet-vllm@a.service", {}, "inactive"),
+    ],
+)
+def test_a_unit_that_waits_for_its_partition_for_ever_is_blocked(helper, unit, changed, state):
+    units = {
+        MOUNT: {"ActiveState": "active"},
+        "kvfleet-lmcache@0.service": {"ActiveState": "inactive", "Job": "0", "Requires": f"system.slice {MOUNT}"},
+        "kvfleet-vllm@a.service": {
+            "ActiveState": "inactive", "Job": "0", "Requires": "sysinit.target kvfleet-lmcache@0.service",
+        },
+        "system.slice": {"ActiveState": "inactive"},
+    }  # fmt: skip
+    for name, values in changed.items():
+        units[name].update(values)
+    result = helper.look_at({"unit": unit, "http_port": 1}, SETTINGS, {}, 1.0, units.__getitem__, None)
+    assert result["state"] == state
+    assert (MOUNT in result["reason"] or "not mounted" in result["reason"]) is (state == "blocked")
+
+
+@pytest.mark.parametrize("state", ["blocked", "failed", "degraded", "refuses"])
+def test_every_lasting_trouble_has_an_alert(helper, tmp_path, state):
+    run_watch(helper, tmp_path, state)
+    assert (tmp_path / "alerts/u.json").exists()
 
 
 def run_watch(helper, tmp_path, state, reason="r"):
@@ -459,7 +515,8 @@ def test_disk_tier_that_is_gone_is_said(helper, monkeypatch, tmp_path):
     assert "is gone" in helper.health_of_server(entry)[1]
     (tmp_path / "t").mkdir()
     assert helper.health_of_server(entry) == ("ok", "")
-    mountinfo.write_text(f"{line} ro,errors=continue\n")
-    assert "is read-only" in helper.health_of_server(entry)[1]
+    for found in ("ro,errors=continue", "rw,emergency_ro"):
+        mountinfo.write_text(f"{line} {found}\n")
+        assert "is read-only" in helper.health_of_server(entry)[1]
     mountinfo.write_text(f"{line} rw\n")
     assert "is not nobody's" in helper.health_of_server({**entry, "user": "nobody"})[1]

@@ -119,6 +119,19 @@ def test_root_cause_of_a_silent_service():
     assert root_cause(["Started.", "Killed"]) == "Killed"
 
 
+def test_enabled_means_every_link_that_the_file_asks_for(tmp_path: Path):
+    control = UnitControl(
+        lambda *_, **__: CommandResult(0, "UnitFileState=enabled\n", ""), "helper", tmp_path, tmp_path
+    )
+    target = tmp_path / "kvfleet.target"
+    target.write_text("[Install]\nWantedBy=multi-user.target\nWantedBy=a.mount\n")
+    for other in ("multi-user.target", "a.mount"):
+        assert not control.is_enabled("kvfleet.target")
+        (tmp_path / f"{other}.wants").mkdir()
+        (tmp_path / f"{other}.wants/kvfleet.target").symlink_to(target)
+    assert control.is_enabled("kvfleet.target")
+
+
 def test_service_of_a_wanted_timer_is_no_stray(tmp_path: Path):
     for name in ("kvfleet-watch.service", "kvfleet-watch.timer"):
         (tmp_path / name).touch()

@@ -1,6 +1,7 @@
 """The unit files that plans turn into, rendered as Ansible does it, and read again line by line."""
 
 import json
+import re
 from pathlib import Path
 
 import jinja2
@@ -24,6 +25,7 @@ def render(name, made, **variables):
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.globals["lookup"] = lambda _, path: Path(path).read_text().rstrip("\n")
+    environment.filters["regex_replace"] = lambda value, pattern, new: re.sub(pattern, new, value)
     environment.filters["to_nice_json"] = lambda value: json.dumps(value, indent=4)
     values = {
         **defaults("lmcache_server"), **defaults("vllm_instance"), "vllm_instance_api_key": "", "kvfleet_plan": made,
@@ -109,6 +111,13 @@ def test_only_the_disk_profile_needs_the_cache_partition(profile):
     made = attached(profile=profile)
     texts = [instance_unit(made), *([server_unit(made)] if made["servers"] else [])]
     assert any("RequiresMountsFor=/var/cache/kvfleet" in text for text in texts) is (profile == "disk")
+
+
+@pytest.mark.parametrize("profile", ["gpu", "cpu", "disk"])
+def test_services_come_back_with_the_partition(profile):
+    wanted = values(render("vllm_instance/kvfleet.target.j2", attached(profile=profile)), "WantedBy")
+    # the name is systemd-escape --path --suffix=mount /var/cache/kvfleet
+    assert wanted == ["multi-user.target", *(["var-cache-kvfleet.mount"] if profile == "disk" else [])]
 
 
 def test_in_process_units_have_their_own_directory_and_settings():

@@ -110,8 +110,13 @@ class UnitControl:
         )
 
     def is_enabled(self, unit: str) -> bool:
-        """Whether systemd starts ``unit`` at boot."""
-        return self._show(unit, "UnitFileState").get("UnitFileState") == "enabled"
+        """Whether ``unit`` is enabled, for all that its file names: systemd says so after the first link already."""
+        if self._show(unit, "UnitFileState").get("UnitFileState") != "enabled":
+            return False
+        path = self._unit_directory / unit
+        lines = path.read_text().splitlines() if path.is_file() else []
+        wanted = [word for line in lines if line.startswith("WantedBy=") for word in line[len("WantedBy=") :].split()]
+        return all((self._unit_directory / f"{other}.wants" / unit).is_symlink() for other in wanted)
 
     def strays(self, owned_prefixes: Sequence[str], wanted: Sequence[str]) -> list[str]:
         """Unit files of ours that are not wanted; an instance before the server that it needs."""

@@ -13,7 +13,16 @@ import pytest
 from failing import ENGINE, HERE, HOST, RECORD, ROOT, SERVER, Host, Outcome, tool, write_table
 
 
-def deploy(folder: Path, cache: Path) -> None:
+def describe(folder: Path) -> None:
+    """The host as an inventory folder."""
+    entry = tool("inventory", HOST).stdout
+    (folder / "hosts.yml").write_text("all:\n  hosts:\n" + "".join(f"    {line}\n" for line in entry.splitlines()))
+    (folder / "group_vars").mkdir()
+    values = (HERE / "values.yml").read_text() + f"smoke_benchmark_results_dir: {folder / 'results'}\n"
+    (folder / "group_vars" / "all.yml").write_text(values)
+
+
+def deploy(host: Host, cache: Path) -> None:
     """Bring model, wheels and services to the host."""
     model = cache / "models" / "tiny"
     subprocess.run([sys.executable, ROOT / "scripts" / "tinymodel", "--size", "tiny", model], check=True)
@@ -23,15 +32,7 @@ def deploy(folder: Path, cache: Path) -> None:
             stdin=archive.stdout,
         )  # fmt: skip
     subprocess.run([Path(sys.executable).parent / "kvfleet", "bundle", "cpu-0.32.0-0.5.6"], check=True)
-    entry = tool("inventory", HOST).stdout
-    inventory = folder / "hosts.yml"
-    inventory.write_text("all:\n  hosts:\n" + "".join(f"    {line}\n" for line in entry.splitlines()))
-    playbook = Path(sys.executable).parent / "ansible-playbook"
-    environment = dict(os.environ, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"))
-    subprocess.run(
-        [playbook, "-i", inventory, "-e", f"@{HERE / 'values.yml'}", ROOT / "site.yml"],
-        cwd=ROOT, env=environment, check=True, timeout=580,
-    )  # fmt: skip
+    host.play("site.yml")
 
 
 @pytest.fixture(scope="session")
@@ -44,24 +45,37 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     cache = Path(os.environ.get("KVFLEET_CACHE") or Path.home() / ".cache" / "kvfleet")
     tool("up", HOST, "--reuse", "--size", "2G")
     try:
+        describe(folder)
+        found = Host(folder)
         if not os.environ.get("KVFLEET_HOST_DEPLOYED"):
-            deploy(folder, cache)
+            deploy(found, cache)
         with (HERE / "client.py").open() as client:
             tool("ssh", HOST, "cat > /root/client.py", stdin=client)
-        found = Host()
         found.sh("python3 /root/client.py expect /root/expect.json")
         yield found
+        # nothing of ours ever wrote to the disk beside the cache disk
+        assert "unchanged" in tool("verify-system-disk", HOST).stdout
     finally:
         if not os.environ.get("KVFLEET_KEEP_HOST"):
             tool("down", HOST)
 
 
 @pytest.fixture
-def ready(host: Host) -> Host:
-    """The host, well, with its start limits forgotten: rows must not use up each other's."""
+def ready(host: Host) -> Iterator[Host]:
+    """The host, well, with its start limits forgotten: rows must not use up each other's.
+
+    After the row nothing but the services themselves may be other than before.
+    """
     host.sh(f"systemctl reset-failed {SERVER} {ENGINE}; systemctl start {SERVER} {ENGINE} kvfleet-watch.timer")
     host.wait("well before the row", host.well)
-    return host
+    before = host.harm()
+    yield host
+    after = host.harm()
+    assert before["other services"] <= after["other services"], before["other services"] - after["other services"]
+    assert after["failed units"] <= before["failed units"], after["failed units"]
+    assert after["below the mount point"] == []
+    grown = after["bytes"] - before["bytes"]
+    assert abs(grown) < 64 * 2**20, f"the root file system changed by {grown} bytes"
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +17,22 @@ TESTHOST = ROOT / "scripts" / "testhost"
 HOST = "failures"
 ENGINE = "kvfleet-vllm@tiny.service"
 SERVER = "kvfleet-lmcache@0.service"
+KEY = "canary-5f2c9b41d7e84a06"
 RECORD = ROOT / "docs" / "failures.json"
+
+#: prints the HTTP status of one completion; 0 when nobody answers
+ASK = """
+import json, sys, urllib.error, urllib.request
+port, body, key = sys.argv[1], sys.argv[2], sys.argv[3]
+headers = {"Content-Type": "application/json", **({"Authorization": "Bearer " + key} if key else {})}
+request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body.encode(), headers)
+try:
+    print(urllib.request.urlopen(request, timeout=60).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print(0)
+"""
 
 
 def tool(*words: str, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
@@ -38,7 +55,21 @@ class Outcome:
 
 
 class Host:
-    """The host under test."""
+    """The host under test; ``inventory`` is the folder that describes it to Ansible."""
+
+    def __init__(self, inventory: Path) -> None:
+        self.inventory = inventory
+
+    def play(self, playbook: str, check: bool = True, **variables: object) -> str:
+        """The output of a playbook on the host."""
+        done = subprocess.run(
+            [Path(sys.executable).parent / "ansible-playbook", "-i", self.inventory, "-e", json.dumps(variables),
+             ROOT / playbook],
+            cwd=ROOT, env=dict(os.environ, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"), ANSIBLE_NOCOLOR="1"),
+            text=True, capture_output=True, check=False, timeout=580,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        return done.stdout
 
     def sh(self, command: str, check: bool = True) -> str:
         """Output of a shell command on the host, as root."""
@@ -46,6 +77,11 @@ class Host:
         if check and done.returncode:
             raise AssertionError(f"{command!r} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
+
+    def completion(self, port: int, body: dict[str, object], key: str = KEY) -> int:
+        """HTTP status of one completion; 0 when nobody answers."""
+        self.sh(f"cat > /root/ask.py <<'END'\n{ASK}END")
+        return int(self.sh(f"python3 /root/ask.py {port} '{json.dumps(body)}' '{key}'"))
 
     def show(self, unit: str, name: str) -> str:
         """One property of a unit."""
@@ -113,6 +149,42 @@ class Host:
             len(lines) - refused, len(failed) - refused, refused, sum(line["wrong"] for line in lines),
             round(recovery, 1), sorted({line["error"] for line in failed}),
         )  # fmt: skip
+
+    def status(self) -> list[dict[str, str]]:
+        """What ``kvfleet status`` says of the host, item by item."""
+        kvfleet = Path(sys.executable).parent / "kvfleet"
+        done = subprocess.run(
+            [kvfleet, "status", "-i", self.inventory, "--format", "json"],
+            cwd=ROOT, text=True, capture_output=True, check=False, timeout=300,
+        )  # fmt: skip
+        try:
+            host = json.loads(done.stdout)["hosts"][HOST]
+            return [dict(item) for item in host["status"]["items"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise AssertionError(f"kvfleet status: {error!r}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}") from error
+
+    def degraded(self, unit: str, words: str) -> str:
+        """The reason that ``kvfleet status`` gives for ``unit``, which must hold ``words``."""
+        found = [item for item in self.status() if item["area"] == "health" and item["name"] == unit]
+        assert [item["state"] for item in found] == ["drift"], found
+        assert words in found[0]["note"], found
+        return f"{found[0]['found']}: {found[0]['note']}"
+
+    def harm(self) -> dict[str, object]:
+        """What no failure of a row may change: other services, and the root file system."""
+        # under the mount point, seen without what is mounted on it; new namespaces go with their last process
+        below = "unshare -m sh -c 'mount --bind / /mnt && find /mnt/var/cache/kvfleet -mindepth 1'"
+        running = self.sh("systemctl list-units --type=service --state=running --plain --no-legend").splitlines()
+        return {
+            "other services": {
+                line.split()[0] for line in running if not line.startswith(("kvfleet-", "user", "systemd-journald"))
+            },
+            "failed units": {
+                line.split()[0] for line in self.sh("systemctl list-units --failed --plain --no-legend").splitlines()
+            },
+            "below the mount point": self.sh(below).split(),
+            "bytes": int(self.sh("du -sxbc /etc /var/lib /var/cache /var/tmp /tmp /home | tail -1").split()[0]),
+        }
 
     def now(self) -> float:
         """The host's clock."""

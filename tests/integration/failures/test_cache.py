@@ -1,7 +1,10 @@
 """Trouble on the cache partition: answers stay right, the root file system stays as it is, the watcher says it."""
 
+import json
+import subprocess
+
 import pytest
-from failing import SERVER
+from failing import ENGINE, HOST, SERVER, tool
 
 pytestmark = pytest.mark.root
 
@@ -146,6 +149,26 @@ def test_partition_unmounted_while_serving(ready, record):
     )  # fmt: skip
 
 
+def test_partition_stopped_and_mounted_again(ready, record):
+    """The services go with the partition and come back with it; nothing of them runs on the bare directory."""
+    ready.begin()
+    injected = ready.now()
+    ready.sh("systemctl stop var-cache-kvfleet.mount")
+    assert ready.sh(f"systemctl is-active {SERVER} {ENGINE}", check=False).split() == ["inactive"] * 2
+    ready.wait("the watcher says it", lambda: ready.health(SERVER).get("state") == "blocked")
+    said = ready.health(ENGINE)["reason"]
+    assert ready.harm()["below the mount point"] == []
+    mounted = ready.now()
+    ready.sh("systemctl start var-cache-kvfleet.mount")
+    ready.wait("well without a hand", ready.well)
+    outcome = ready.end(injected)
+    outcome.recovery_s = round(outcome.recovery_s - (mounted - injected), 1)
+    record(
+        "partition stopped (`systemctl stop var-cache-kvfleet.mount`), started again", outcome,
+        f"both services stop with it (status: {said}) and start with it; the figure counts from the mount",
+    )  # fmt: skip
+
+
 def test_owner_of_the_cache_directory_changed(ready, record):
     ready.begin()
     injected = ready.now()
@@ -156,3 +179,45 @@ def test_owner_of_the_cache_directory_changed(ready, record):
     ready.sh(f"chown kvfleet:kvfleet {tier} && chmod 0750 {tier}")
     ready.wait("well", ready.well)
     record("owner of the cache directory changed", ready.end(injected), f"status: {reason}; by hand: give it back")
+
+
+def test_disk_reports_errors(ready, record, tmp_path):
+    """The file under the disk is cut short and locked, so that accesses behind its end are I/O errors."""
+    listed = json.loads(tool("list", "--json").stdout)
+    disk = next(disk for host in listed if host["name"] == HOST for disk in host["disks"] if disk["role"] == "cache")
+    path, part = disk["file"], f"{disk['by_id']}-part1"
+
+    def outside(*words):
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
+    loop = outside("losetup", "--noheadings", "--output", "NAME", "--associated", path)
+
+    fill(ready)
+    ready.sh("sync")
+    outside("cp", "--sparse=always", path, tmp_path / "copy")
+    # without it the kernel reads zeros behind the end
+    outside("losetup", "--direct-io=on", loop)
+    ready.begin()
+    injected = ready.now()
+    outside("truncate", "--size=16M", path)
+    outside("chattr", "+i", path)
+    try:
+        ready.wait("the watcher says it", lambda: ready.health(SERVER).get("state") == "degraded")
+        said = ready.degraded(SERVER, "read-only")
+        ready.wait("every prompt answered", lambda: int(ready.sh("wc -l < /root/load.jsonl")) >= 18, 120)
+        outcome = ready.end(injected)
+        name = ready.sh(f"basename $(readlink -f {part})").strip()
+        assert int(ready.sh(f"cat /sys/fs/ext4/{name}/errors_count")) > 0
+    finally:
+        ready.sh("systemctl stop kvfleet.target; umount /var/cache/kvfleet", check=False)
+        outside("chattr", "-i", path)
+        outside("cp", "--sparse=always", tmp_path / "copy", path)
+        outside("losetup", "--direct-io=off", loop)
+        ready.sh(f"blockdev --flushbufs {part}; e2fsck -fy {part}; test $? -le 2")
+        ready.sh("systemctl start var-cache-kvfleet.mount kvfleet.target")
+    ready.wait("well with the repaired disk", ready.well)
+    record(
+        "I/O errors of the cache disk", outcome,
+        f"status: {said}; by hand: `systemctl stop kvfleet.target`, unmount, `e2fsck` or another disk, then"
+        " `systemctl start var-cache-kvfleet.mount kvfleet.target`",
+    )  # fmt: skip

@@ -3,29 +3,14 @@
 import json
 
 import pytest
-from failing import ENGINE, SERVER, Outcome, tool
+from failing import ENGINE, KEY, SERVER, Outcome, tool
 
 pytestmark = pytest.mark.root
-
-KEY = "canary-5f2c9b41d7e84a06"
-
-ASK = """
-import json, sys, urllib.error, urllib.request
-body, key = json.loads(sys.argv[1]), sys.argv[2]
-headers = {"Content-Type": "application/json", **({"Authorization": "Bearer " + key} if key else {})}
-request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(), headers)
-try:
-    print(urllib.request.urlopen(request, timeout=60).status)
-except urllib.error.HTTPError as error:
-    print(error.code)
-"""
 
 
 def status_of(host, body, key=KEY):
     """HTTP status of one completion."""
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, **body}
-    host.sh(f"cat > /root/ask.py <<'END'\n{ASK}END")
-    return int(host.sh(f"python3 /root/ask.py '{json.dumps(body)}' '{key}'"))
+    return host.completion(8000, {"model": "tiny", "prompt": "x", "max_tokens": 1, **body}, key)
 
 
 def test_bad_salt_and_oversized_prompt(ready, record):
@@ -120,6 +105,14 @@ def test_key_is_nowhere_but_where_it_belongs(ready):
     found = ready.sh(f"grep -rl {pattern} {places} 2>/dev/null; true").split()
     assert found == ["/etc/kvfleet/credentials/api_key"]
     assert ready.sh("stat -c '%a %U' /etc/kvfleet/credentials/api_key").split() == ["600", "root"]
+
+
+def test_nothing_of_ours_is_for_everybody(ready):
+    """No file that every user may write, and neither settings nor cache that every user may read."""
+    private = "/etc/kvfleet /var/lib/kvfleet /var/cache/kvfleet/data /run/kvfleet-watch /var/lib/kvfleet-watch"
+    assert ready.sh(f"find {private} /opt/kvfleet /run/kvfleet -perm /0002 ! -type l") == ""
+    for folder in private.split():
+        assert ready.sh(f"runuser -u nobody -- ls {folder} 2>&1; true").strip().endswith("Permission denied"), folder
 
 
 def test_leftovers_of_a_killed_run_go_and_those_of_others_stay(ready):
