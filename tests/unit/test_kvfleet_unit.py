@@ -6,6 +6,8 @@ import json
 import mmap
 import os
 import pwd
+import shutil
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -275,6 +277,23 @@ def test_clean_does_nothing_when_a_process_cannot_be_read(helper, tmp_path, monk
     (process / "maps").mkdir()  # reading it is an error other than "gone"
     assert helper.clean([], now=time.time() + 60) == []
     assert (tmp_path / "shm/psm_left").exists()
+
+
+def test_a_reserved_segment_has_all_its_pages(helper, monkeypatch):
+    folder = Path(tempfile.mkdtemp(prefix="kvfleet-test-", dir="/dev/shm"))
+    monkeypatch.setattr(helper, "SHARED_MEMORY", folder)
+    try:
+        with (folder / "pool").open("wb") as segment:
+            segment.truncate(4 * 1024**2)
+        assert (folder / "pool").stat().st_blocks == 0
+        helper.reserve("pool")
+        assert (folder / "pool").stat().st_blocks * 512 == 4 * 1024**2
+        with (folder / "pool").open("wb") as segment:
+            segment.truncate(1024**5)
+        with pytest.raises(SystemExit, match=r"MiB free of \d+ MiB, but the buffer of 1073741824 MiB does not fit"):
+            helper.reserve("pool")
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_forget_removes_the_tier_and_settings_of_that_unit_only(helper, tmp_path, monkeypatch):

@@ -95,9 +95,22 @@ def test_a_start_waits_for_gpu_memory_where_there_are_gpus(accelerator):
 
 def test_both_units_clean_before_and_after():
     made = attached(accelerator="cpu")
-    for text, own in ((instance_unit(made), "vllm_offload_kvfleet-llama8b.mmap"), (server_unit(made), "kvfleet-0")):
+    for text, own in (
+        (instance_unit(made), "vllm_offload_kvfleet-llama8b.mmap"),
+        (server_unit(made), "lmcache_l1_pool_kvfleet-0"),
+    ):
         for key in ("ExecStartPre", "ExecStopPost"):
             assert [line for line in values(text, key) if line.endswith(f"clean {own}")]
+
+
+@pytest.mark.parametrize("name", ["kvfleet-0", None])
+def test_the_buffer_in_shared_memory_is_reserved_where_there_is_one(name):
+    made = attached(accelerator="cpu" if name else "cuda")
+    made["servers"][0]["shm_name"] = name
+    lines = values(server_unit(made), "ExecStartPost")
+    assert "ready-server" in lines[0]
+    wanted = ["reserve lmcache_l1_pool_kvfleet-0"] if name else []
+    assert [line.split(" ", 1)[1] for line in lines[1:]] == wanted
 
 
 def test_stop_timeout_exceeds_the_drain():
