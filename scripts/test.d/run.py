@@ -135,7 +135,7 @@ PARTS = (
             ALL,
             (pytest(f"tests/integration/failures/test_{name}.py", report=f"failures-{name}", markers="root"),),
         )
-        for name in ("processes", "cache", "requests")
+        for name in ("processes", "stops", "files", "partition", "requests", "host", "instances")
     ),
     Part("nvme virtual machine", ALL, (molecule("nvme"),)),
 )

@@ -18,6 +18,8 @@ HOST = "failures"
 ENGINE = "kvfleet-vllm@tiny.service"
 SERVER = "kvfleet-lmcache@0.service"
 KEY = "canary-5f2c9b41d7e84a06"
+MOUNT = "/var/cache/kvfleet"
+DATA = f"{MOUNT}/data"
 RECORD = ROOT / "docs" / "failures.json"
 
 #: prints the HTTP status of one completion; 0 when nobody answers
@@ -33,6 +35,14 @@ except urllib.error.HTTPError as error:
 except OSError:
     print(0)
 """
+#: empties the tier in RAM
+CLEAR = "import urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:8080/cache/clear', method='POST'))"
+#: prints how many tokens the disk tier has served
+HITS = (
+    "import urllib.request as u; print(int(sum(float(l.rsplit(' ', 1)[1]) for l in"
+    " u.urlopen('http://127.0.0.1:8080/metrics').read().decode().splitlines()"
+    " if l.startswith('lmcache_mp_lookup_hit_l2_tokens_total'))))"
+)
 
 
 def tool(*words: str, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
@@ -189,6 +199,31 @@ class Host:
     def now(self) -> float:
         """The host's clock."""
         return float(self.sh("date +%s.%N"))
+
+
+def fill(host: Host) -> None:
+    """Bring every prompt to the disk tier and see that it is served from there; then nothing of it is in RAM."""
+
+    def answers() -> None:
+        host.sh("python3 /root/client.py expect /tmp/again.json && cmp /tmp/again.json /root/expect.json")
+
+    def written() -> bool:
+        # six prompts of two chunks; a file that still grows is not done
+        sizes = f"find {DATA} -name '*.data' -printf '%s\\n' | sort"
+        before, _, after = host.sh(f"{sizes}; echo then; sleep 1; {sizes}").partition("then\n")
+        return before == after and len(after.split()) >= 12
+
+    # a damaged file of an earlier row stays until the server starts again
+    host.sh(f"systemctl restart {SERVER}")
+    host.wait("both back", host.well)
+    answers()
+    host.wait("files on the disk tier", written)
+    host.sh(f'sleep 2; python3 -c "{CLEAR}"')
+    before = int(host.sh(f'python3 -c "{HITS}"'))
+    answers()
+    # six prompts of two chunks of 256 tokens
+    host.wait("hits of the disk tier", lambda: int(host.sh(f'python3 -c "{HITS}"')) >= before + 6 * 512, 20)
+    host.sh(f'sleep 2; python3 -c "{CLEAR}"')
 
 
 def write_table(entries: dict[str, dict[str, object]]) -> None:

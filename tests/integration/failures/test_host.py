@@ -19,13 +19,12 @@ def answers(host):
 def test_reboot(ready, record):
     began = time.monotonic()
     tool("reboot", HOST)
-    up = time.monotonic() - began
     ready.wait("right answers after the boot", lambda: answers(ready), 180)
     seconds = round(time.monotonic() - began, 1)
     ready.wait("well", ready.well)
     record(
         "host reboot", Outcome(0, 0, 0, 0, seconds),
-        f"everything starts by itself in order; the host itself was up after {up:.0f} s",
+        "everything starts by itself in order; the figure counts from the command to the right answers", 90,
     )  # fmt: skip
 
 

@@ -82,36 +82,6 @@ def test_cache_server_is_slow(ready, record):
     )
 
 
-def test_restart_of_everything(ready, record):
-    ready.begin()
-    injected = ready.now()
-    ready.sh("systemctl restart kvfleet.target")
-    ready.wait("both back", ready.well)
-    record(
-        "restart of everything (`systemctl restart kvfleet.target`)",
-        ready.end(injected),
-        "server first, then the instance",
-        90,
-    )
-
-
-def test_stop_under_load_drains(ready, record):
-    """Requests that were accepted are answered; those after the stop are refused."""
-    ready.begin()
-    injected = ready.now()
-    ready.sh(f"systemctl stop {ENGINE}")
-    seconds = ready.now() - injected
-    ready.sh(f"systemctl start {ENGINE}")
-    ready.wait("back", ready.well)
-    outcome = ready.end(injected)
-    assert seconds < 60
-    cut = [error for error in outcome.errors if "refused" not in error]
-    record(
-        "stop under load, then start", outcome,
-        f"the stop took {seconds:.0f} s; errors of running requests: {', '.join(cut) or 'none, all were answered'}",
-    )  # fmt: skip
-
-
 def test_out_of_memory_inside_the_unit(ready, record):
     """What the kernel does to one process of the unit when memory is short: SIGKILL. The cgroup's own limit is used
     where the host may set one."""

@@ -1,110 +1,15 @@
-"""Trouble on the cache partition: answers stay right, the root file system stays as it is, the watcher says it."""
+"""Trouble of the cache partition: answers stay right, the root file system stays as it is, status says it."""
 
 import json
 import subprocess
 
 import pytest
-from failing import ENGINE, HOST, SERVER, tool
+from failing import DATA, ENGINE, HOST, MOUNT, SERVER, fill, tool
 
 pytestmark = pytest.mark.root
 
-MOUNT = "/var/cache/kvfleet"
-DATA = f"{MOUNT}/data"
-
-
-CLEAR = "import urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:8080/cache/clear', method='POST'))"
-
-
-HITS = (
-    "import urllib.request as u; print(int(sum(float(l.rsplit(' ', 1)[1]) for l in"
-    " u.urlopen('http://127.0.0.1:8080/metrics').read().decode().splitlines()"
-    " if l.startswith('lmcache_mp_lookup_hit_l2_tokens_total'))))"
-)
-
-
-def fill(host):
-    """Bring every prompt to the disk tier and see that it is served from there; then nothing of it is in RAM."""
-
-    def answers():
-        host.sh("python3 /root/client.py expect /tmp/again.json && cmp /tmp/again.json /root/expect.json")
-
-    # a damaged file of an earlier row stays until the server starts again
-    host.sh(f"systemctl restart {SERVER}")
-    host.wait("both back", host.well)
-    answers()
-    host.wait("files on the disk tier", lambda: int(host.sh(f"find {DATA} -name '*.data' | wc -l")) >= 12)
-    host.sh(f'sleep 2; python3 -c "{CLEAR}"')
-    before = int(host.sh(f'python3 -c "{HITS}"'))
-    answers()
-    # six prompts of two chunks of 256 tokens
-    host.wait("hits of the disk tier", lambda: int(host.sh(f'python3 -c "{HITS}"')) >= before + 6 * 512, 20)
-    host.sh(f'sleep 2; python3 -c "{CLEAR}"')
-
-
-def root_used(host):
-    """Bytes that the root file system holds below the mount point and in our state."""
-    return host.sh("du -sxb /var/lib/kvfleet | cut -f1")
-
-
-def damaged(host, how):
-    """Run ``how`` on the files of the tier while nothing of it is in RAM, then send every prompt."""
-    fill(host)
-    host.sh(how)
-    return every_prompt(host)
-
-
-def every_prompt(host):
-    """What clients see while every prompt is sent at least once."""
-    host.begin(120)
-    injected = host.now()
-    host.wait("every prompt answered", lambda: int(host.sh("wc -l < /root/load.jsonl")) >= 12, 120)
-    return host.end(injected)
-
-
-def test_files_truncated(ready, record):
-    outcome = damaged(ready, f"find {DATA} -name '*.data' -exec truncate -s 100 {{}} +")
-    ready.wait("well", ready.well)
-    record(
-        "cache files truncated",
-        outcome,
-        "a short read is a miss: the prompt is computed, every time until the server restarts",
-    )
-
-
-def test_files_deleted(ready, record):
-    outcome = damaged(ready, f"find {DATA} -name '*.data' -delete")
-    ready.wait("well", ready.well)
-    record("cache files deleted", outcome, "a miss: the prompt is computed")
-
-
-def test_bits_flipped(ready, record):
-    """LMCache 0.5.6 has no checksum: what a flipped bit does is recorded, and that a start forgets all old files."""
-    flip = (
-        "import pathlib\n"
-        f"for p in pathlib.Path('{DATA}').rglob('*.data'):\n"
-        "    b = bytearray(p.read_bytes())\n"
-        "    for i in range(0, len(b), 64):\n"
-        "        b[i + 3] ^= 0x40\n"
-        "    p.write_bytes(b)\n"
-    )
-    fill(ready)
-    ready.sh(f"python3 - <<'END'\n{flip}END")
-    outcome = every_prompt(ready)
-    wrong = outcome.wrong
-    ready.sh(f"systemctl restart {SERVER}")
-    ready.wait("both back", ready.well)
-    after = every_prompt(ready)
-    assert after.wrong == 0
-    assert after.requests > 0
-    record(
-        "bits flipped at rest", outcome,
-        f"NOT detected (no checksum in LMCache 0.5.6): {wrong} of {outcome.requests} answers differed; after a restart"
-        f" of the server, which empties the tier, {after.wrong} of {after.requests}", known_wrong=True,
-    )  # fmt: skip
-
 
 def test_partition_full(ready, record):
-    before = root_used(ready)
     ready.begin()
     injected = ready.now()
     ready.sh(f"dd if=/dev/zero of={MOUNT}/filler bs=4M 2>/dev/null; true")
@@ -113,7 +18,6 @@ def test_partition_full(ready, record):
     ready.sh(f"rm -f {MOUNT}/filler")
     ready.wait("well", ready.well)
     outcome = ready.end(injected)
-    assert abs(int(root_used(ready)) - int(before)) < 50_000_000
     record("cache partition full", outcome, f"status: {reason}; nothing new is stored")
 
 
@@ -129,7 +33,6 @@ def test_partition_read_only(ready, record):
 
 
 def test_partition_unmounted_while_serving(ready, record):
-    before = root_used(ready)
     ready.begin()
     injected = ready.now()
     ready.sh(f"umount -l {MOUNT}")
@@ -141,7 +44,6 @@ def test_partition_unmounted_while_serving(ready, record):
     ready.wait("well", ready.well)
     outcome = ready.end(injected)
     assert under == []
-    assert abs(int(root_used(ready)) - int(before)) < 50_000_000
     record(
         "partition unmounted while serving (`umount -l`)", outcome,
         f"status: {state['state']} {state['reason']}; nothing was written below the mount point; by hand: `systemctl"
