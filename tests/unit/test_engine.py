@@ -525,6 +525,12 @@ def test_pruning_is_refused_when_nothing_would_be_kept(host: Host) -> None:
         engine.to_prune(host.layout, 0, [])
 
 
+def test_what_uv_leaves_open_to_everybody_is_out_of_reach(host: Host) -> None:
+    host.layout.uv_cache.mkdir(mode=0o755, parents=True)
+    host.install("stub-1")
+    assert host.layout.uv_cache.stat().st_mode & 0o777 == 0o700
+
+
 def test_pruning_drops_wheels_bundles_and_cache_that_nobody_uses(host: Host) -> None:
     one = Path(host.install("stub-1")["path"])
     two = Path(host.install("stub-2", vllm="1.2.4")["path"])

@@ -648,6 +648,9 @@ def _build(
         "UV_PYTHON_DOWNLOADS=never",
         "UV_LINK_MODE=hardlink",
     )
+    # uv makes its lock files writable for everybody; nobody else gets to them
+    layout.uv_cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    layout.uv_cache.chmod(0o700)
     # a relocatable environment finds itself through its own path, so that the rename at the end breaks nothing
     _must(
         run([*environment, uv, "venv", "--quiet", "--relocatable", "--python", python, str(partial)], timeout_s=300),
