@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,12 +80,15 @@ class Collector:
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.hosts: dict[str, HostRun] = {}
         self.complete = False
+        #: the process id of ansible-playbook; known with its first event, which comes before its first worker
+        self.pid: int | None = None
         self._on_event = on_event
         self._started = time.monotonic()
 
     def __call__(self, event: Event) -> bool:
         """Take one event; False tells ansible-runner that it need not keep the event on disk."""
         data = event.get("event_data") or {}
+        self.pid = self.pid or event.get("pid")
         kind = str(event.get("event", ""))
         if kind == "playbook_on_stats":
             self.complete = True
@@ -108,6 +113,47 @@ class Collector:
             if name not in (stats.get("failures") or {}) and (stats.get("rescued") or {}).get(name):
                 host.rescued += host.failures
                 host.failures = []
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Every process: its parent's id and its start time, which tells it from a later one with the same id."""
+    if not Path("/proc/self/stat").exists():
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,lstart="], capture_output=True, text=True, check=True)
+        rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+        return {int(pid): (int(parent), started) for pid, parent, started in rows}
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # one that ends meanwhile is not there any more
+            with suppress(OSError):
+                words = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if words[0] != "Z":
+                    found[int(entry.name)] = (int(words[1]), words[19])
+    return found
+
+
+def end_run(pid: int, patience_s: float = 5) -> None:
+    """End ansible-playbook ``pid`` and all that it started, and nothing else.
+
+    Ansible's workers lead sessions of their own, so a signal to its process group does not reach them. It hands
+    SIGTERM on to them; what is still there after ``patience_s`` seconds is killed by its id.
+    """
+    every = processes()
+    ours = {pid} if pid in every else set()
+    while more := {one for one, (parent, _) in every.items() if parent in ours} - ours:
+        ours |= more
+
+    def left() -> list[int]:
+        now = processes()
+        return [one for one in ours if one in now and now[one][1] == every[one][1]]
+
+    for number, limit_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
+        for one in [pid] if number == signal.SIGTERM else left():
+            with suppress(ProcessLookupError):
+                os.kill(one, number)
+        end = time.monotonic() + limit_s
+        while left() and time.monotonic() < end:
+            time.sleep(0.1)
 
 
 @contextmanager
@@ -146,9 +192,10 @@ def run_playbook(
     """Run ``playbook`` against ``inventory`` and return what happened; never raises for a failing host.
 
     The private directory is fresh, for this user alone (0700), and removed afterwards: nothing of one run can leak into
-    the next, and no variable is left on disk. ``on_event`` gets every event of ansible-runner; ``show_output`` lets
-    Ansible's own text through. ``cancel`` ends the run soon after it is set, ``timeout_s`` seconds after its start;
-    both leave a run that is not complete. ``keep_output`` is a file for Ansible's own text. Safe to call from threads.
+    the next, and no variable is left on disk. ``on_event`` gets every event of ansible-runner; what it raises ends the
+    run. ``show_output`` lets Ansible's own text through. ``cancel`` ends the run soon after it is set, ``timeout_s``
+    seconds after its start; both leave a run that is not complete, and no process of it on this machine.
+    ``keep_output`` is a file for Ansible's own text. Safe to call from threads.
     """
     final: dict[str, Any] = {}
 
@@ -166,6 +213,9 @@ def run_playbook(
     def stop() -> bool:
         nonlocal late
         late = late or time.monotonic() > deadline
+        if (late or asked.is_set()) and collector.pid:
+            # ansible-runner would kill the process group alone, which leaves the workers
+            end_run(collector.pid)
         return late or asked.is_set()
 
     private = Path(tempfile.mkdtemp(prefix="kvfleet-run-"))
@@ -191,6 +241,10 @@ def run_playbook(
                 },
             )
             output = runner.stdout.read()
+    except BaseException:
+        if collector.pid:
+            end_run(collector.pid)
+        raise
     finally:
         shutil.rmtree(private, ignore_errors=True)
     if keep_output is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -187,6 +188,17 @@ def test_a_failing_host_is_not_hidden(small: Path) -> None:
     assert done.artifacts is None
 
 
+def left_of(folder: Path) -> list[str]:
+    """Command lines of processes that a run in ``folder`` started: they have its TMPDIR in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if str(folder).encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
 def test_cancel_and_timeout_end_a_run(small: Path) -> None:
     cancel = threading.Event()
 
@@ -199,8 +211,25 @@ def test_cancel_and_timeout_end_a_run(small: Path) -> None:
     )
     assert (done.ended, done.complete, done.exit) == ("canceled", False, Exit.NEEDS_A_PERSON)
     assert done.seconds < 60
+    # Ansible's workers lead sessions of their own: they must not go on with their task, nor the module that they run
+    assert left_of(small) == []
     late = fleet.deploy(small / "hosts.ini", variables=variables(small, seconds=120), timeout_s=8, keep=0)
     assert (late.ended, late.exit) == ("timeout", Exit.NEEDS_A_PERSON)
+    assert left_of(small) == []
+
+
+def test_a_listener_that_raises_ends_the_run(small: Path) -> None:
+    seen: list[str] = []
+
+    def stop(event: FleetEvent) -> None:
+        if event.task == "Wait":
+            seen.extend(left_of(small))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fleet.deploy(small / "hosts.ini", variables=variables(small, seconds=120), on_event=stop, keep=0)
+    assert seen, "the run's processes must be found while it runs, or finding none proves nothing"
+    assert left_of(small) == []
 
 
 def test_runs_in_threads_do_not_mix(small: Path) -> None:

@@ -34,12 +34,13 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ansib
 
 @contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set; a second Ctrl-C ends the program as usual."""
+    """An event that Ctrl-C and SIGTERM set; a second signal ends the program as usual, its run with it."""
     cancel = threading.Event()
 
     def stop(number: int, _: Any) -> None:
         cancel.set()
-        signal.signal(number, signal.SIG_DFL)
+        # both raise KeyboardInterrupt: dying on the spot would leave Ansible behind
+        signal.signal(number, signal.default_int_handler)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
