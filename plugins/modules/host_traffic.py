@@ -46,8 +46,12 @@ options:
     description: Seconds that the command may take.
     type: float
     default: 60
+  notice_s:
+    description: Seconds that a load balancer may take to see that the readiness file is gone.
+    type: float
+    default: 0
   deadline_s:
-    description: Seconds to wait for requests in flight.
+    description: Seconds to wait for requests in flight after that.
     type: float
     default: 60
 attributes:
@@ -103,6 +107,7 @@ def main() -> None:
             "helper": {"type": "path", "default": "/opt/kvfleet/libexec/kvfleet-unit"},
             "command": {"type": "list", "elements": "str", "default": []},
             "command_limit_s": {"type": "float", "default": 60},
+            "notice_s": {"type": "float", "default": 0},
             "deadline_s": {"type": "float", "default": 60},
         },
         supports_check_mode=True,
@@ -117,7 +122,10 @@ def main() -> None:
             if not stopping or module.check_mode:
                 module.exit_json(changed=bool(stopping), stopping=stopping)
             hooks = serving.Hooks(
-                drain=command, command_limit_s=options["command_limit_s"], deadline_s=options["deadline_s"]
+                drain=command,
+                command_limit_s=options["command_limit_s"],
+                notice_s=options["notice_s"],
+                deadline_s=options["deadline_s"],
             )
             left = serving.drain(plan, "a rollout restarts " + ", ".join(stopping), hooks, run_command)
             if left["in_flight"]:

@@ -93,6 +93,25 @@ def test_draining_removes_readiness_first_and_waits_for_what_is_in_flight(plan: 
     assert left == []
 
 
+def test_a_balancer_gets_time_to_notice_before_the_wait_begins(plan: dict[str, Any]) -> None:
+    asked: list[float] = []
+    clock = Clock()
+
+    def fetch(url: str, path: str) -> str:
+        asked.append(clock())
+        return "vllm:num_requests_running 0\n"
+
+    serve(plan, Hooks(), Runner())
+    began, hooks = clock(), Hooks(notice_s=5, deadline_s=3)
+    told = drain(plan, "", hooks, Runner(), fetch=fetch, sleep=clock.sleep, clock=clock)
+    assert asked[0] - began == 5.0
+    assert told == {"in_flight": 0, "waited_s": 5.5}
+    # nobody sends to a host that is out of traffic already
+    began = clock()
+    drain(plan, "", hooks, Runner(), fetch=fetch, sleep=clock.sleep, clock=clock)
+    assert asked[2] == began
+
+
 def test_the_deadline_ends_the_wait(plan: dict[str, Any]) -> None:
     clock = Clock()
     told = drain(

@@ -41,7 +41,9 @@ class Hooks:
     drain: tuple[str, ...] = ()
     undrain: tuple[str, ...] = ()
     command_limit_s: float = 60.0
-    #: how long to wait for requests in flight
+    #: how long a load balancer may take to see that the readiness file is gone
+    notice_s: float = 0.0
+    #: how long to wait for requests in flight after that
     deadline_s: float = 60.0
 
 
@@ -97,9 +99,12 @@ def drain(
     """Take the host out of traffic and wait for what it has accepted; returns ``in_flight`` left and ``waited_s``.
 
     The readiness file goes first, then the hook runs, so a balancer that polls and a router that is told both know.
+    A host that took traffic gets ``notice_s`` before the wait begins: until its next poll a balancer sends more.
     Raises KVF-SVC-050 when the hook fails: the host goes on serving then, and its readiness file is back.
     """
     folder = traffic_directory(plan)
+    was_ready = is_ready(folder)
+    began = clock()
     _say(folder, ready=False, reason=reason)
     if hooks.drain:
         answer = run(list(hooks.drain), timeout_s=hooks.command_limit_s)
@@ -111,10 +116,12 @@ def drain(
                 f"{_last(answer.stderr or answer.stdout)}.",
                 "Repair the command; nothing was restarted and the host still takes traffic.",
             )
-    began = clock()
+    if was_ready:
+        sleep(max(0.0, began + hooks.notice_s - clock()))
+    deadline = clock() + hooks.deadline_s
     quiet = 0
     left = in_flight(plan, fetch)
-    while clock() - began < hooks.deadline_s:
+    while clock() < deadline:
         # twice: a request may be between the balancer and the engine
         quiet = quiet + 1 if left == 0 else 0
         if quiet >= 2:

@@ -68,6 +68,7 @@ OTHER_NAMES = frozenset(
         "kvfleet_batches",
         "kvfleet_drain_command",
         "kvfleet_drain_deadline_s",
+        "kvfleet_drain_notice_s",
         "kvfleet_host_facts_file",
         "kvfleet_max_fail_percentage",
         "kvfleet_model_config_file",

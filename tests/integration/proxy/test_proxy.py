@@ -110,9 +110,22 @@ def ask(path, address="127.0.0.1", how="tls"):
     return ssh(f"python3 /root/ask.py {address} '{path}' {how}")
 
 
+READY = "/opt/kvfleet/traffic/ready"
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/health"])
 def test_api_and_health_pass(inventory, path):
+    ssh(f"mkdir -p {Path(READY).parent}; touch {READY}")
     assert ask(path) == "200"
+
+
+def test_a_host_out_of_traffic_fails_its_health_and_still_answers(inventory):
+    ssh(f"rm -f {READY}")
+    assert ask("/health") == "503"
+    # what was sent before the balancer noticed is served
+    assert ask("/v1/completions") == "200"
+    ssh(f"touch {READY}")
+    assert ask("/health") == "200"
 
 
 @pytest.mark.parametrize(
