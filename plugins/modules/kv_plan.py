@@ -24,7 +24,9 @@ options:
     elements: str
     default: []
   releases:
-    description: The release matrix, as the document of C(releases.yml) or its list of rows.
+    description:
+      - The release matrix, as the document of C(releases.yml) or its list of rows, best as JSON text.
+        Ansible keeps the arguments for all hosts until the task has ended, and a matrix takes less memory as text.
     type: raw
     required: true
   host:
@@ -93,10 +95,6 @@ record:
   description: JSON text for O(plan_file); the same as long as nothing that runs changes.
   returned: success
   type: str
-ansible_facts:
-  description: C(kvfleet_plan), the plan.
-  returned: success
-  type: dict
 findings:
   description: All errors as code, message, fix, numbers.
   returned: on failure
@@ -205,7 +203,7 @@ def main() -> None:
         host = gather(run_command) if recorded is None else check_recorded(recorded)
         plan = planning.make_plan(
             options["settings"],
-            options["releases"],
+            json.loads(options["releases"]) if isinstance(options["releases"], str) else options["releases"],
             host,
             read_text=read_text,
             list_sizes=list_sizes,
@@ -230,7 +228,6 @@ def main() -> None:
         page=plan_text.page_parts(plan),
         error_text="\n".join(f"{error['code']}: {error['message']} {error['fix']}" for error in plan["errors"]),
         record=json.dumps(sizing.record(plan), indent=1, sort_keys=True),
-        ansible_facts={"kvfleet_plan": plan},
     )
 
 

@@ -25,6 +25,8 @@ Event = Mapping[str, Any]
 
 #: our modules whose last answer per host is kept, because verdicts and reasons are read from them
 ANSWERS = ("kv_plan", "proof_state", "bench_verdict", "host_status", "host_traffic", "rollout_gate")
+#: what of an answer nobody reads; it would be most of a large run's memory
+_NEEDLESS = ("invocation", "host", "page", "summary", "record")
 
 
 @dataclass
@@ -132,28 +134,43 @@ def processes() -> dict[int, tuple[int, str]]:
     return found
 
 
-def end_run(pid: int, patience_s: float = 5) -> None:
+def end_run(pid: int, mark: str, patience_s: float = 5) -> None:
     """End ansible-playbook ``pid`` and all that it started, and nothing else.
 
     Ansible's workers lead sessions of their own, so a signal to its process group does not reach them. It hands
-    SIGTERM on to them; what is still there after ``patience_s`` seconds is killed by its id.
+    SIGTERM on to them; what is still there after ``patience_s`` seconds is killed by its id. ``mark`` stands in the
+    environment of the run's processes and of no other: it finds those that lost their parent meanwhile.
     """
-    every = processes()
-    ours = {pid} if pid in every else set()
-    while more := {one for one, (parent, _) in every.items() if parent in ours} - ours:
-        ours |= more
+    known: dict[int, str] = {pid: processes().get(pid, (0, ""))[1]}
 
     def left() -> list[int]:
-        now = processes()
-        return [one for one in ours if one in now and now[one][1] == every[one][1]]
+        every = processes()
+        ours = {one for one, (_, started) in every.items() if known.get(one) == started or _has(one, mark)}
+        while more := {one for one, (parent, _) in every.items() if parent in ours} - ours:
+            ours |= more
+        known.update({one: every[one][1] for one in ours})
+        return sorted(ours)
 
-    for number, limit_s in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 5.0)):
-        for one in [pid] if number == signal.SIGTERM else left():
-            with suppress(ProcessLookupError):
-                os.kill(one, number)
-        end = time.monotonic() + limit_s
-        while left() and time.monotonic() < end:
-            time.sleep(0.1)
+    left()
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    end = time.monotonic() + patience_s
+    while left() and time.monotonic() < end:
+        time.sleep(0.1)
+    end = time.monotonic() + 5
+    while (rest := left()) and time.monotonic() < end:
+        for one in rest:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _has(pid: int, mark: str) -> bool:
+    """Whether ``mark`` stands in the environment of process ``pid``; unknown, thus no, where it cannot be read."""
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -215,7 +232,7 @@ def run_playbook(
         late = late or time.monotonic() > deadline
         if (late or asked.is_set()) and collector.pid:
             # ansible-runner would kill the process group alone, which leaves the workers
-            end_run(collector.pid)
+            end_run(collector.pid, str(private))
         return late or asked.is_set()
 
     private = Path(tempfile.mkdtemp(prefix="kvfleet-run-"))
@@ -243,7 +260,7 @@ def run_playbook(
             output = runner.stdout.read()
     except BaseException:
         if collector.pid:
-            end_run(collector.pid)
+            end_run(collector.pid, str(private))
         raise
     finally:
         shutil.rmtree(private, ignore_errors=True)
@@ -273,7 +290,10 @@ def _count(host: HostRun, kind: str, data: Event) -> None:
     elif result.get("changed"):
         host.changed.append(str(data.get("task", "?")))
     if data.get("task_action") in ANSWERS and kind == "runner_on_ok":
-        host.answers[str(data["task_action"])] = result
+        host.answers[str(data["task_action"])] = {k: v for k, v in result.items() if k not in _NEEDLESS}
     facts = result.get("ansible_facts")
     if isinstance(facts, dict):
         host.facts.update(facts)
+        if "kvfleet_plan" in facts:
+            # the same plan: once is enough
+            host.answers.get("kv_plan", {}).pop("plan", None)
