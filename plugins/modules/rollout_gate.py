@@ -63,6 +63,10 @@ options:
     description: Go on without the hosts that could not be planned.
     type: bool
     default: false
+  must_serve:
+    description: Refuse hosts on which nothing runs, because there is nothing to upgrade.
+    type: bool
+    default: false
   refuse:
     description: Fail at errors; otherwise only return them.
     type: bool
@@ -123,6 +127,7 @@ def main() -> None:
             "batches": {"type": "raw"},
             "max_fail_percentage": {"type": "float", "default": 0},
             "skip_unreachable": {"type": "bool", "default": False},
+            "must_serve": {"type": "bool", "default": False},
             "refuse": {"type": "bool", "default": True},
         },
         supports_check_mode=True,
@@ -161,6 +166,7 @@ def main() -> None:
     reasons = dict.fromkeys(lost, "it is unreachable or failed while it was planned, see above")
     found = [("all hosts", finding) for finding in wrong]
     found += rollout.refusals(hosts, reasons, skip_unreachable=options["skip_unreachable"])
+    found += rollout.idle(hosts) if options["must_serve"] else []
     found += rollout.shared_serials({name: str(serial or "") for name, serial in options["serials"].items()})
     text = rollout.table(found, len(options["hosts"])) if found else ""
     if found and options["refuse"]:

@@ -86,8 +86,8 @@ _PLAYBOOKS: Mapping[Action, str] = {
     Action.ROLLBACK: "playbooks/rollback.yml",
     Action.STATUS: "playbooks/status.yml",
 }
-#: facts that the playbooks set to say what a failure left behind
-_OUTCOME_FACTS = ("rollout_outcome", "upgrade_outcome")
+#: fact that the playbooks set to say what a failure left behind
+_OUTCOME_FACT = "rollout_outcome"
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ def judge(action: Action, host: HostRun, *, complete: bool) -> Verdict:
 
     Being told nothing is never good: a host counts as proved only when the proof's own module said so in this run.
     """
-    said = next((host.facts[name] for name in _OUTCOME_FACTS if name in host.facts), None)
+    said = host.facts.get(_OUTCOME_FACT)
     if host.unreachable:
         return Verdict.UNREACHABLE
     if said == "failed":
         return Verdict.FAILED
-    if said in ("restored", "kept"):
+    if said == "restored":
         return Verdict.RESTORED
     if host.failures:
         return Verdict.REFUSED if not host.changed else Verdict.FAILED
@@ -455,13 +455,19 @@ def benchmark(inventory: str | Path, *, force: bool = True, **options: Any) -> F
 
 
 def upgrade(inventory: str | Path, *, release: str | None = None, **options: Any) -> FleetResult:
-    """Go over to ``release`` (default: what the inventory says) and return where it does not prove itself."""
+    """Go over to ``release`` (default: what the inventory says), canary first, then in batches; return where it fails.
+
+    Hosts end as with :func:`deploy`; one on which nothing runs is refused. Options: see :func:`run`.
+    """
     variables = {**(options.pop("variables", None) or {}), **({"kvfleet_release": release} if release else {})}
     return run(Action.UPGRADE, inventory, variables=variables, **options)
 
 
 def rollback(inventory: str | Path, *, release: str | None = None, **options: Any) -> FleetResult:
-    """Return to the proved release that each host left last, or to ``release``, which it must hold."""
+    """Return to the proved release that each host left last, or to ``release``, which it must hold; in waves too.
+
+    Hosts end as with :func:`deploy`; one that holds no such release is refused. Options: see :func:`run`.
+    """
     variables = {**(options.pop("variables", None) or {}), **({"upgrade_rollback_release": release} if release else {})}
     return run(Action.ROLLBACK, inventory, variables=variables, **options)
 

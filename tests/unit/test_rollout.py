@@ -83,6 +83,15 @@ def test_every_error_and_every_lost_host_stops_all() -> None:
     assert "kvfleet_skip_unreachable" in text
 
 
+def test_what_does_not_serve_cannot_be_upgraded(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"stage": "plan", "hosts": ["a", "b"], "active": ["a", "b"], "serving": {"a": ["x.service"], "b": []}}
+    assert call(capsys, **given)["waves"] == {"a": "canary", "b": "new"}
+    refused = call(capsys, **given, must_serve=True)
+    assert refused["failed"]
+    assert "  b  KVF-ENG-040" in str(refused["msg"])
+    assert "  a  " not in str(refused["msg"])
+
+
 def test_lost_hosts_may_be_skipped_but_errors_may_not() -> None:
     assert refusals([HostState("a")], {"c": "gone"}, skip_unreachable=True) == []
     assert refusals([HostState("b", errors=(ERROR,))], {}, skip_unreachable=True)
@@ -153,7 +162,7 @@ def test_the_gate_between_batches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_default_batches_of_playbook_and_library_are_the_same() -> None:
-    playbook = (Path(__file__).parents[2] / "playbooks" / "deploy.yml").read_text()
+    playbook = (Path(__file__).parents[2] / "playbooks" / "waves.yml").read_text()
     assert str(list(rollout.DEFAULT_BATCHES)) in playbook
 
 

@@ -117,6 +117,22 @@ def refusals(
     return found
 
 
+def idle(hosts: Sequence[HostState]) -> list[tuple[str, Finding]]:
+    """Hosts on which nothing serves, where going over to another release makes no sense: KVF-ENG-040."""
+    return [
+        (
+            host.name,
+            Finding(
+                "KVF-ENG-040",
+                "Nothing of kvfleet runs on it, so there is nothing to upgrade.",
+                "Deploy it with site.yml, or leave it out with --limit.",
+            ),
+        )
+        for host in hosts
+        if not host.serves
+    ]
+
+
 def shared_serials(serials: Mapping[str, str]) -> list[tuple[str, Finding]]:
     """Hosts that name the same cache disk (``cache_disk_serial`` by host; empty ones do not count): KVF-DISK-056."""
     owners: dict[str, list[str]] = {}

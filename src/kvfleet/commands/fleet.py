@@ -1,4 +1,4 @@
-"""``kvfleet deploy``, ``benchmark`` and ``status``: the fleet from the command line, with progress."""
+"""``kvfleet deploy``, ``upgrade``, ``rollback``, ``benchmark``, ``status``: the fleet from the command line."""
 
 from __future__ import annotations
 
@@ -109,6 +109,51 @@ def deploy(
     )  # fmt: skip
 
 
+def upgrade(
+    inventory: InventoryOption,
+    release: Annotated[str | None, typer.Option(help="Id of a row. Default: what the inventory says.")] = None,
+    limit: LimitOption = None,
+    allow_advisories: Annotated[
+        bool, typer.Option("--allow-advisories", help="Accept known weaknesses; services stay on loopback.")
+    ] = False,
+    extra: SetOption = None,
+    timeout: TimeoutOption = 6 * 3600,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> int:
+    """Install the release beside the one that serves, go over, prove, return where it fails; canary, then batches."""
+    variables = variables_of(extra or [])
+    if release:
+        variables["kvfleet_release"] = release
+    if allow_advisories:
+        variables["kvfleet_allow_advisories"] = True
+    return perform(
+        fleet.Action.UPGRADE, inventory, limit=limit, variables=variables, as_json=as_json, verbose=verbose,
+        timeout_s=timeout,
+    )  # fmt: skip
+
+
+def rollback(
+    inventory: InventoryOption,
+    release: Annotated[
+        str | None, typer.Option(help="Id of a release that the hosts hold. Default: the last proved of each.")
+    ] = None,
+    limit: LimitOption = None,
+    extra: SetOption = None,
+    timeout: TimeoutOption = 6 * 3600,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> int:
+    """Return to the proved release that each host left last, canary first, then in batches."""
+    variables = variables_of(extra or [])
+    if release:
+        variables["upgrade_rollback_release"] = release
+    return perform(
+        fleet.Action.ROLLBACK, inventory, limit=limit, variables=variables, as_json=as_json, verbose=verbose,
+        timeout_s=timeout,
+    )  # fmt: skip
+
+
 def benchmark(
     inventory: InventoryOption,
     limit: LimitOption = None,
@@ -155,5 +200,7 @@ def status(
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(deploy)
+    app.command()(upgrade)
+    app.command()(rollback)
     app.command()(benchmark)
     app.command()(status)
