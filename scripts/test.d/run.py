@@ -48,6 +48,7 @@ def molecule(scenario: str) -> tuple[str, ...]:
 DISKS = "tests/integration/disks"
 RELEASES = "tests/integration/releases"
 PROOF = "tests/integration/proof"
+FLEET = "tests/integration/fleet"
 #: what makes the foreign labels that a cache disk must refuse
 DISK_PACKAGES = (
     "gdisk",
@@ -124,8 +125,24 @@ PARTS = (
     Part(
         "fleet refused",
         ALL,
-        (pytest("tests/integration/fleet/test_refused.py", report="fleet-refused", markers="root"),),
+        (pytest(f"{FLEET}/test_refused.py", report="fleet-refused", markers="root"),),
     ),
+    # three hosts with a real engine for all of these: each part goes on where the one before ended, and deploys when
+    # there is nothing to go on from
+    *(
+        Part(
+            f"fleet: {name}",
+            ALL,
+            (pytest(f"{FLEET}/test_{file}.py", "--keep-fleet", report=f"fleet-{file}", markers="root"),),
+        )
+        for name, file in (
+            ("deploy", "deploy"),
+            ("canary", "canary"),
+            ("lost host", "lost"),
+            ("killed controller", "killed"),
+        )
+    ),
+    Part("fleet: traffic", ALL, (pytest(f"{FLEET}/test_traffic.py", report="fleet-traffic", markers="root"),)),
     Part("gpu proof", ALL, (pytest("tests/integration/gpu_proof", report="gpu-proof", markers="root"),)),
     Part("profiles", ALL, (molecule("profiles"),)),
     *(

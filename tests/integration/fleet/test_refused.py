@@ -5,6 +5,7 @@ Every deploy here names a bundle that does not exist: should a refusal fail to c
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,3 +113,22 @@ def test_status_names_what_is_missing_and_changes_nothing(folder: Path) -> None:
     assert any("never deployed" in reason for reason in host.reasons)
     assert host.changed == ()
     assert untouched("fleet-b")
+
+
+def test_a_disk_that_fell_out_of_one_host_stops_all_before_any_change(folder: Path) -> None:
+    state = Path(os.environ.get("KVFLEET_TESTHOST_STATE") or "/var/tmp/kvfleet-testhost")
+    listed = subprocess.run(
+        ["losetup", "-n", "-O", "NAME", "-j", state / "fleet-c" / "disk2.img"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    device = listed.stdout.strip()
+    link = ssh("fleet-c", "ls /dev/disk/by-id/*THFLEETC02").strip()
+    # gone from the kernel, and with it what udev made for it
+    subprocess.run(["losetup", "-d", device], check=True)
+    ssh("fleet-c", f"rm {link} {device}")
+    status, result = deploy(folder, None, "-l", "fleet-b,fleet-c")
+    assert status == 2
+    assert verdicts(result) == {"fleet-b": "not started", "fleet-c": "refused"}
+    assert link in result["hosts"]["fleet-c"]["reasons"][0]
+    assert untouched("fleet-b")
+    assert untouched("fleet-c")

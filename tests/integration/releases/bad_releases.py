@@ -4,6 +4,7 @@ One holds another torch than its name says, one passes every gate and never beco
 """
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 
 import engine_stubs as stubs
@@ -104,10 +105,12 @@ def rows() -> list[dict]:
     return made
 
 
-def build(folder: Path, output: Path, locks: Path) -> None:
-    """Bundles and locks of all of them; the installer is the real one."""
+def build(folder: Path, output: Path, locks: Path, names: Sequence[str] = NAMES) -> None:
+    """Bundles and locks of ``names``; the installer is the real one."""
     for row in rows():
         name = row["id"]
+        if name not in names:
+            continue
         cache = folder / name
         cache.mkdir(parents=True, exist_ok=True)
         tools, _ = bundles.read_lock("tools", "py3-x86_64")

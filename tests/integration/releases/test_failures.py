@@ -48,9 +48,9 @@ def test_a_release_that_never_becomes_ready_is_left_again(fleet):
     before, since = fleet.state(), fleet.now()
     status, text = fleet.kvfleet("upgrade", "--release", NEVER_READY)
     assert status == 3
-    assert "old release serves" in text
+    assert "releases restored" in text
     assert "RuntimeError: no engine in this release" in text
-    assert f"{OLD} is back and proved" in text
+    assert f"{OLD} with its settings is back, proved and in traffic" in text
     after = fleet.state()
     assert (after["current"], after["proved"], after["tiers"]) == (OLD, OLD, before["tiers"])
     seen = fleet.traffic(since)

@@ -1,0 +1,26 @@
+"""The three serving hosts that the fleet's parts share: a deploy takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from serving_fleet import ServingFleet
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--keep-fleet", action="store_true", help="leave the hosts for the next part when all passed")
+
+
+@pytest.fixture(scope="session")
+def three(request: pytest.FixtureRequest) -> Iterator[ServingFleet]:
+    """Three hosts that serve and are proved; those of an earlier part when they are as needed."""
+    made = ServingFleet()
+    try:
+        made.prepare()
+        if not made.is_ready():
+            made.deploy()
+        yield made
+    finally:
+        if not (request.config.getoption("--keep-fleet") and request.session.testsfailed == 0):
+            made.down()

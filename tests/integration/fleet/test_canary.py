@@ -1,0 +1,58 @@
+"""What fails on the canary stops there: it returns to what was proved, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from bad_releases import NEVER_READY
+from fleet_hosts import ssh
+from serving_fleet import CANARY, FIRST, RELEASE, SECOND, UNIT, ServingFleet, verdicts
+
+from kvfleet import fleet
+
+pytestmark = pytest.mark.root
+
+
+def stopped_at_the_canary(three: ServingFleet, before: dict, done: fleet.FleetResult) -> str:
+    """Assert that the canary is back and proved and the others were not touched; returns the canary's reasons."""
+    assert done.exit == 3
+    assert verdicts(done) == {CANARY: "restored", FIRST: "not started", SECOND: "not started"}
+    after = three.all_seen()
+    # not even restarted
+    assert {name: after[name] for name in (FIRST, SECOND)} == {name: before[name] for name in (FIRST, SECOND)}
+    assert after[CANARY]["start"] != before[CANARY]["start"], "the failure has to be one after the restart"
+    assert {**after[CANARY], "start": ""} == {**before[CANARY], "start": ""}
+    assert done.artifacts is not None
+    bundle = done.artifacts / f"support-{CANARY}.tar.gz"
+    names = subprocess.run(["tar", "-tzf", bundle], capture_output=True, text=True, check=True).stdout
+    assert f"{UNIT}.journal" in names or "journal" in names
+    assert "plan.json" in names
+    return " ".join(done.hosts[CANARY].reasons)
+
+
+def test_an_upgrade_that_never_serves_ends_at_the_canary(three: ServingFleet) -> None:
+    before = three.all_seen()
+    done = three.run(fleet.Action.UPGRADE, variables={"kvfleet_release": NEVER_READY})
+    reasons = stopped_at_the_canary(three, before, done)
+    assert "RuntimeError: no engine in this release" in reasons
+    assert f"KVF-HOST-081: {CANARY} failed" in reasons
+    assert f"{RELEASE} with its settings is back, proved and in traffic" in reasons
+    assert ssh(CANARY, "readlink /opt/kvfleet/current").strip().endswith(RELEASE)
+    assert ssh(FIRST, "ls /opt/kvfleet/releases").split() == [RELEASE]
+
+
+def test_a_setting_that_the_engine_refuses_ends_at_the_canary(three: ServingFleet) -> None:
+    values = json.loads((three.inventory / "group_vars" / "all" / "main.yml").read_text())
+    # the planner knows the flag and no reason against it; the processor's engine does
+    broken = [{**values["kvfleet_instances"][0], "kv_cache_dtype": "fp8"}]
+    before = three.all_seen()
+    done = three.run(fleet.Action.DEPLOY, variables={"kvfleet_instances": broken})
+    stopped_at_the_canary(three, before, done)
+
+
+def test_the_fleet_is_as_wanted_after_both(three: ServingFleet) -> None:
+    done = three.run(fleet.Action.DEPLOY)
+    assert done.exit == 0
+    assert {name: host.changed for name, host in done.hosts.items()} == {CANARY: (), FIRST: (), SECOND: ()}
