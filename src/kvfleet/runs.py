@@ -253,6 +253,8 @@ def run_playbook(
                 suppress_env_files=True,
                 envvars={
                     "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+                    # ansible-runner sets the path of its own callback, which wins over ansible.cfg
+                    "ANSIBLE_CALLBACK_PLUGINS": str(ROOT / "plugins" / "callback"),
                     # ansible-playbook of this very environment, not another one on the PATH
                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 },
