@@ -235,6 +235,45 @@ def test_a_listener_that_raises_ends_the_run(small: Path) -> None:
     assert left_of(small) == []
 
 
+#: says whether the process that evaluates it, a worker, would collect garbage
+COLLECTS = """
+import gc
+from ansible.plugins.lookup import LookupBase
+class LookupModule(LookupBase):
+    def run(self, terms, variables=None, **options):
+        return [gc.isenabled()]
+"""
+
+
+def test_workers_leave_the_controllers_memory_shared(small: Path) -> None:
+    (small / "lookup_plugins").mkdir()
+    (small / "lookup_plugins" / "collects.py").write_text(COLLECTS)
+    (small / "ask.yml").write_text(
+        "- hosts: h1\n  gather_facts: false\n  tasks:\n"
+        "    - ansible.builtin.set_fact: {asked: \"{{ lookup('collects') }}\"}\n"
+    )
+    done = runs.run_playbook(small / "ask.yml", small / "hosts.ini")
+    assert done.hosts["h1"].facts == {"asked": False}
+    # by itself ansible-playbook finds the plugin through ansible.cfg
+    environment = dict(os.environ, ANSIBLE_CONFIG=str(runs.ROOT / "ansible.cfg"))
+    command = [Path(sys.executable).with_name("ansible-playbook"), "-i", small / "hosts.ini", small / "ask.yml", "-v"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "asked: false" in shown.stdout
+
+
+def test_what_nobody_reads_of_an_answer_is_not_kept() -> None:
+    collector = runs.Collector()
+    plan = {"fingerprint": "f"}
+    answer = {"plan": plan, "error_text": "", "page": [], "host": {}, "invocation": {"module_args": {"releases": "x"}}}
+    for action, result in (
+        ("kv_plan", answer),
+        ("ansible.builtin.set_fact", {"ansible_facts": {"kvfleet_plan": plan}}),
+    ):
+        collector({"event": "runner_on_ok", "event_data": {"host": "h", "task_action": action, "res": result}})
+    assert collector.hosts["h"].answers == {"kv_plan": {"error_text": ""}}
+    assert collector.hosts["h"].facts == {"kvfleet_plan": plan}
+
+
 def test_runs_in_threads_do_not_mix(small: Path) -> None:
     results: dict[str, fleet.FleetResult] = {}
 
