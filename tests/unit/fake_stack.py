@@ -33,6 +33,8 @@ class FakeStack:
         self.ram_off = False
         self.corrupt_disk = False
         self.failed_loads = False
+        self.skip_loads_of_whole_prompts = False
+        self.forget_whole_prompts = False
         self.secret_pool_blocks = 0
         self.status = None
         self.no_tokens = False
@@ -99,6 +101,10 @@ class FakeStack:
                 else:
                     break
             found = tiers["l1"] + tiers["l2"]
+            if found == len(prompt):
+                corrupted |= self.skip_loads_of_whole_prompts
+                if self.forget_whole_prompts:
+                    found, tiers = 0, {"l1": 0, "l2": 0}
             hits = self.tier_hits.setdefault(body.get("cache_salt", ""), {"requested": 0, "l1": 0, "l2": 0})
             hits["requested"] += len(chunks) * CHUNK
             for tier, tokens in tiers.items():

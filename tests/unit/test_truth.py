@@ -202,6 +202,8 @@ def test_every_request_carries_this_runs_own_salt():
         ("ram_off", "KVF-BENCH-010"),
         ("corrupt_disk", "KVF-BENCH-008"),
         ("failed_loads", "KVF-BENCH-013"),
+        ("skip_loads_of_whole_prompts", "KVF-BENCH-008"),
+        ("forget_whole_prompts", "KVF-BENCH-006"),
     ],
 )
 def test_a_fault_in_a_tier_is_found(fault, expected):

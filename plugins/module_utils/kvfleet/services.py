@@ -289,6 +289,11 @@ def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict
         # logprobs kills the engine (seen with 0.32.0 on CPU)
         environment["TORCH_COMPILE_DISABLE"] = "1"
     if instance.get("lmcache_config"):
+        # The second model runner starts a step of single tokens without a forward context, and LMCache inside the
+        # engine then loads nothing: a prompt that a tier holds to its end is answered from blocks nobody filled (seen
+        # with 0.25.1 + 0.5.3 on an H200; `start_load_kv` of LMCache's vllm_v1_adapter, `pre_forward` of vLLM's
+        # v1/worker/gpu/kv_connector.py).
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         environment["LMCACHE_CONFIG_FILE"] = f"{plan['paths']['etc']}/kvfleet-vllm@{instance['name']}.lmcache.yaml"
     return environment
 
