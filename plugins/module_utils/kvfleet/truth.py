@@ -454,8 +454,7 @@ class InstanceProof:
             code, fix = _TIER_MISSED["cpu"]
             self._add(
                 code,
-                f"The RAM tier delivered {loaded:.0f} tokens of a repeated prompt whose {len(prompt)} tokens are all in "
-                "whole chunks.",
+                f"The RAM tier delivered {loaded:.0f} of {len(prompt)} tokens of a repeated prompt of whole chunks.",
                 fix, hit_tokens=loaded, expected_tokens=least_loaded,
             )  # fmt: skip
         return answer
