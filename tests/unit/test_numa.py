@@ -1,19 +1,8 @@
-"""CPU lists and the server of an instance."""
+"""Nodes and the server of an instance."""
 
 import pytest
 
-from kvfleet.core.numa import instance_nodes, node_memory_bytes, parse_cpu_list, server_name
-
-
-@pytest.mark.parametrize(("text", "cpus"), [("0-3,8", [0, 1, 2, 3, 8]), ("5\n", [5]), ("", []), ("0-0", [0])])
-def test_cpu_lists(text, cpus):
-    assert parse_cpu_list(text) == cpus
-
-
-@pytest.mark.parametrize("text", ["3-1", "a", "1-"])
-def test_bad_cpu_lists(text):
-    with pytest.raises(ValueError):  # noqa: PT011 - the text is for programmers
-        parse_cpu_list(text)
+from kvfleet.core.numa import instance_nodes, node_memory_bytes, server_name
 
 
 def nodes(*numbers):

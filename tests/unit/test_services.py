@@ -160,6 +160,15 @@ def test_in_process_release_gets_sizes_per_rank():
     assert p["instances"][0]["environment"]["LMCACHE_CONFIG_FILE"].endswith("kvfleet-vllm@llama8b.lmcache.yaml")
 
 
+def test_only_an_engine_that_holds_lmcache_keeps_the_first_model_runner():
+    inside = plan(mode="in_process")
+    services.attach_commands(inside)
+    assert inside["instances"][0]["environment"]["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    for other in (plan(), plan(mode="in_process", profile="gpu")):
+        services.attach_commands(other)
+        assert "VLLM_USE_V2_MODEL_RUNNER" not in other["instances"][0]["environment"]
+
+
 @pytest.mark.parametrize(
     ("where", "key", "value"),
     [

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from .command import CommandResult, CommandRunner
+from .disk_health import ask as ask_health
 from .disk_probe import (
     HostPaths,
     machine_id,
@@ -51,7 +52,7 @@ from .disks import (
     filesystem_finished,
 )
 from .findings import Finding, KvfleetError, refuse
-from .health import HealthLimits, assess, check_firmware, endurance_days, parse_id_ctrl, parse_smart_log
+from .health import HealthLimits, assess, check_firmware, endurance_days, parse_id_ctrl
 from .mount_unit import device_unit_name, mount_unit_name, render_device_timeout, render_mount_unit, wanted_by
 from .units import GIB, KIB, MIB
 
@@ -256,31 +257,32 @@ def read_health(run: DiskRun, probe: DiskProbe) -> list[Finding]:
     if probe.kind != "nvme":
         health["reason"] = f"a {probe.kind} device has no NVMe health log"
     else:
-        smart_log = run.runner(["nvme", "smart-log", "--output-format=json", probe.node])
-        identity = run.runner(["nvme", "id-ctrl", "--output-format=json", probe.node])
-        if smart_log.returncode == 127:
-            health["reason"] = "nvme-cli is not installed"
-        elif not smart_log.ok or not identity.ok:
-            health["reason"] = _words(smart_log if not smart_log.ok else identity)
+        smart, why_not = ask_health(probe.node, run.runner)
+        if smart is None:
+            health["reason"] = why_not
         else:
-            try:
-                smart, controller = parse_smart_log(smart_log.stdout), parse_id_ctrl(identity.stdout)
-            except (ValueError, TypeError) as error:
-                health["reason"] = f"the drive's answer was not understood: {error}"
-            else:
-                errors, more = assess(name, smart, run.limits)
-                warnings += more
-                days, basis = endurance_days(smart)
-                health.update(
-                    smart.__dict__,
-                    available=True,
-                    capacity_bytes=controller.capacity_bytes or probe.size_bytes,
-                    endurance_days=None if days is None else round(days, 1),
-                    endurance_basis=basis,
-                )
+            errors, more = assess(name, smart, run.limits)
+            warnings += more
+            days, basis = endurance_days(smart)
+            health.update(
+                smart.__dict__,
+                available=True,
+                capacity_bytes=_capacity(run, probe),
+                endurance_days=None if days is None else round(days, 1),
+                endurance_basis=basis,
+            )
     run.health = health
     run.warnings += warnings
     return errors
+
+
+def _capacity(run: DiskRun, probe: DiskProbe) -> int:
+    """Bytes of the whole drive as it says itself, else those of its namespace."""
+    identity = run.runner(["nvme", "id-ctrl", "--output-format=json", probe.node])
+    try:
+        return (parse_id_ctrl(identity.stdout).capacity_bytes if identity.ok else 0) or probe.size_bytes
+    except (ValueError, TypeError):
+        return probe.size_bytes
 
 
 # --------------------------------------------------------------------------------------------------- before any write

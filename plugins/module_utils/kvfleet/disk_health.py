@@ -18,7 +18,12 @@ def smart_log(device: str, run: CommandRunner) -> tuple[SmartLog | None, str]:
         return None, f"a {probe.kind} device has no NVMe health log"
     if os.geteuid() != 0:
         return None, "only root may read the drive's health log"
-    shown = run(["nvme", "smart-log", "--output-format=json", probe.node])
+    return ask(probe.node, run)
+
+
+def ask(node: str, run: CommandRunner) -> tuple[SmartLog | None, str]:
+    """SMART log of the NVMe namespace ``node`` (``/dev/nvme0n1``), or ``None`` and why there is none."""
+    shown = run(["nvme", "smart-log", "--output-format=json", node])
     if shown.returncode == 127:
         return None, "nvme-cli is not installed"
     if not shown.ok:

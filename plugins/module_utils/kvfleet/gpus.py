@@ -55,10 +55,6 @@ _DENSE_TFLOPS = (
 )
 #: How the driver speaks of a GPU that does not answer any more.
 _LOST = ("GPU is lost", "fallen off the bus", "Unable to determine the device handle")
-#: Gigabytes per second that one PCIe lane carries in each direction (after encoding), by generation.
-_PCIE_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-#: Share of the PCIe link that a large pinned copy reached (57-62 GB/s of 63, gpu-measurements; 0.8 leaves room).
-PCIE_EFFICIENCY = 0.8
 
 
 def parse_query(text: str, fields: Sequence[str] = QUERY_FIELDS) -> list[dict[str, Any]]:
@@ -194,14 +190,6 @@ def dense_tflops(name: str) -> float | None:
         if re.search(pattern, name, re.IGNORECASE):
             return value
     return None
-
-
-def pcie_bytes_per_s(gpu: Mapping[str, Any]) -> float | None:
-    """Bytes per second that a large copy over the card's PCIe link should reach; ``None`` when the link is unknown."""
-    generation, width = gpu.get("pcie_gen"), gpu.get("pcie_width")
-    if not generation or not width or int(generation) not in _PCIE_LANE_GB_S:
-        return None
-    return _PCIE_LANE_GB_S[int(generation)] * int(width) * 1e9 * PCIE_EFFICIENCY
 
 
 def _number(text: str) -> int | None:

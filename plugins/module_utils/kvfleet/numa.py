@@ -1,4 +1,4 @@
-"""NUMA: reading CPU lists, and which LMCache server an instance belongs to."""
+"""NUMA: which nodes an instance uses, and which LMCache server it belongs to."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ from typing import Any
 
 #: Name of the server for instances that span nodes, or for hosts without NUMA information.
 SPANNING_SERVER = "all"
-
-
-def parse_cpu_list(text: str) -> list[int]:
-    """Return the CPUs that a kernel list names: ``"0-3,8"`` gives ``[0, 1, 2, 3, 8]``; ``ValueError`` for anything "
-    "else."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        if not part.strip():
-            continue
-        first, dash, last = part.partition("-")
-        start = int(first)
-        stop = int(last) if dash else start
-        if stop < start:
-            raise ValueError(f"{part!r} is not a range of CPUs")
-        cpus.extend(range(start, stop + 1))
-    return cpus
 
 
 def instance_nodes(host: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -217,7 +217,9 @@ def _instance(record: Mapping[str, Any]) -> Mapping[str, Any]:
 def _reason(summary: Mapping[str, Any], profile: str) -> str:
     outcome = (summary.get("profiles") or {}).get(profile) or {}
     if outcome.get("ran") and not outcome.get("result"):
-        return "its budget ended first" if outcome.get("status") == 124 else f"status {outcome.get('status')}, no result"
+        return (
+            "its budget ended first" if outcome.get("status") == 124 else f"status {outcome.get('status')}, no result"
+        )
     return str(outcome.get("reason") or outcome.get("line") or "not asked for")
 
 
