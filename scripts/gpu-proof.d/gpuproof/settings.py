@@ -53,6 +53,37 @@ PROVIDED: Mapping[str, Mapping[str, str | None]] = {
         "tokenizers": None,
         "transformers": None,
     },
+    # its torch and what was built for that torch are carried; CUDA's libraries of the image have the same major versions
+    "cu13-0.32.0-0.5.6": dict.fromkeys(
+        (
+            "cuda-bindings",
+            "cuda-pathfinder",
+            "cupy-cuda13x",
+            "hf-xet",
+            "huggingface-hub",
+            "llvmlite",
+            "mpmath",
+            "networkx",
+            "numba",
+            "nvidia-cublas",
+            "nvidia-cuda-cupti",
+            "nvidia-cuda-nvrtc",
+            "nvidia-cuda-runtime",
+            "nvidia-cudnn-cu13",
+            "nvidia-cufft",
+            "nvidia-cufile",
+            "nvidia-curand",
+            "nvidia-cusolver",
+            "nvidia-cusparse",
+            "nvidia-cusparselt-cu13",
+            "nvidia-nvjitlink",
+            "nvidia-nvshmem-cu13",
+            "nvidia-nvtx",
+            "pillow",
+            "safetensors",
+            "sympy",
+        )
+    ),
 }
 #: Packages that a dense model's text load never imports; their absence is seen by the gates at installation.
 #: FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers do not notice,
@@ -68,6 +99,17 @@ LEFT_OUT: Mapping[str, Sequence[str]] = {
         "opencv-python-headless", "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore",
         "sentry-sdk", "setuptools-scm", "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton",
         "torch-c-dlpack-ext", "torchaudio", "torchcodec", "torchvision", "vcs-versioning", "z3-solver",
+    ),
+    "cu13-0.32.0-0.5.6": (
+        "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
+        "fastapi-cloud-cli", "fastar", "flashinfer-python", "google-api-core", "google-auth", "google-cloud-bigtable",
+        "google-cloud-core", "google-cloud-monitoring", "google-crc32c", "grpc-google-iam-v1", "grpcio-status",
+        "iniconfig", "nccl-extensions", "nccl4py", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc",
+        "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
+        "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm", "opencv-python-headless",
+        "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore", "sentry-sdk", "setuptools-scm",
+        "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton", "torch-c-dlpack-ext", "torchaudio",
+        "torchcodec", "torchvision", "vcs-versioning", "z3-solver",
     ),
 }  # fmt: skip
 #: Requirements that are known not to hold, with the reason; everything else that the check finds stops the run.
