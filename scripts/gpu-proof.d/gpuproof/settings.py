@@ -53,7 +53,7 @@ PROVIDED: Mapping[str, Mapping[str, str | None]] = {
         "tokenizers": None,
         "transformers": None,
     },
-    # its torch and what was built for that torch are carried; CUDA's libraries of the image have the same major versions
+    # torch and what was built for it are carried; CUDA's libraries of the image have the same major versions
     "cu13-0.32.0-0.5.6": dict.fromkeys(
         (
             "cuda-bindings",
