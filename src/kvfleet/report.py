@@ -368,10 +368,21 @@ def _timeline(record: Record) -> list[dict[str, str]]:
                 f"{host}-gpu",
                 "GPU memory over the load",
                 "GiB",
-                _gpu_lines(samples),
+                _gpu_lines(samples, "memory_mib", 1 / 1024),
                 marks,
             ),
             "GPU memory",
+        ),
+        (
+            plots.timeline(
+                f"{host}-gpu-busy",
+                "Busy GPUs over the load",
+                "percent",
+                _gpu_lines(samples, "utilization_percent"),
+                marks,
+                (0, 105),
+            ),
+            "Busy GPUs",
         ),
     ]
     return [
@@ -381,18 +392,18 @@ def _timeline(record: Record) -> list[dict[str, str]]:
     ]
 
 
-def _gpu_lines(samples: Sequence[Mapping[str, Any]]) -> list[plots.Line]:
-    """One line a GPU; of more than three the fullest, since the others lie over each other."""
-    memory: dict[int, list[tuple[float, float]]] = {}
+def _gpu_lines(samples: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[plots.Line]:
+    """One line a GPU; of more than three those with the highest values, since the others lie over each other."""
+    points: dict[int, list[tuple[float, float]]] = {}
     for entry in samples:
         for gpu in entry.get("gpus") or ():
-            if "memory_mib" in gpu:
-                memory.setdefault(int(gpu["index"]), []).append((float(entry["at_s"]), gpu["memory_mib"] / 1024))
-    fullest = sorted(memory, key=lambda index: -max(value for _, value in memory[index]))[:3]
+            if key in gpu and "index" in gpu:
+                points.setdefault(int(gpu["index"]), []).append((float(entry["at_s"]), gpu[key] * factor))
+    highest = sorted(points, key=lambda index: -max(value for _, value in points[index]))[:3]
     looks = ((plots.GPU, "-"), (plots.CPU, "--"), (plots.DISK, ":"))
     return [
-        plots.Line(f"GPU {index}", memory[index], colour, style=style)
-        for index, (colour, style) in zip(sorted(fullest), looks, strict=False)
+        plots.Line(f"GPU {index}", points[index], colour, style=style)
+        for index, (colour, style) in zip(sorted(highest), looks, strict=False)
     ]
 
 

@@ -253,6 +253,7 @@ def test_timeline_shows_pool_tiers_disks_and_gpus(records):
         "Traffic of the cache disk",
         "Busy disks, iowait",
         "GPU memory",
+        "Busy GPUs",
     ]
 
 
