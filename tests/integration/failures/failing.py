@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 TESTHOST = ROOT / "scripts" / "testhost"
 HOST = "failures"
+#: both services start within this on a quiet machine; what a start takes longer is the machine's, not the row's
+START_S = 25
 ENGINE = "kvfleet-vllm@tiny.service"
 SERVER = "kvfleet-lmcache@0.service"
 KEY = "canary-5f2c9b41d7e84a06"
@@ -69,6 +71,8 @@ class Host:
 
     def __init__(self, inventory: Path) -> None:
         self.inventory = inventory
+        #: the starts that served before the row
+        self.before: dict[str, tuple[str, float]] = {}
 
     def play(self, playbook: str, check: bool = True, **variables: object) -> str:
         """The output of a playbook on the host."""
@@ -195,6 +199,17 @@ class Host:
             "below the mount point": self.sh(below).split(),
             "bytes": int(self.sh("du -sxbc /etc /var/lib /var/cache /var/tmp /tmp /home | tail -1").split()[0]),
         }
+
+    def started(self) -> dict[str, tuple[str, float]]:
+        """For each unit the identity of its last start, and the seconds which that took until a token came back."""
+        found = {}
+        for unit in (SERVER, ENGINE):
+            identity = self.show(unit, "InvocationID")
+            first, ready = (
+                int(self.show(unit, f"{name}TimestampMonotonic")) for name in ("InactiveExit", "ActiveEnter")
+            )
+            found[unit] = (identity, max(0, ready - first) / 1e6)
+        return found
 
     def now(self) -> float:
         """The host's clock."""
