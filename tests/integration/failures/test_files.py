@@ -15,9 +15,9 @@ def damaged(host, how):
 
 def every_prompt(host):
     """What clients see while every prompt is sent at least once."""
-    host.begin(120)
+    host.begin()
     injected = host.now()
-    host.wait("every prompt answered", lambda: int(host.sh("wc -l < /root/load.jsonl")) >= 12, 120)
+    host.wait("every prompt answered", lambda: int(host.sh("wc -l < /root/load.jsonl")) >= 12)
     return host.end(injected)
 
 

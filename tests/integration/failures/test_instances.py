@@ -61,7 +61,7 @@ def test_one_of_two_is_killed(two, ready, record):
     outcome = ready.end(injected)
     assert ready.pid(ENGINE) == first
     assert outcome.lost == outcome.refused == 0
-    record("`kill -9` of one of two instances", outcome, "the other one goes on; figures are those of its clients", 10)
+    record("`kill -9` of one of two instances", outcome, "the other one goes on; figures are those of its clients", 30)
 
 
 def test_the_cache_server_takes_only_its_own_instances_along(two, ready):

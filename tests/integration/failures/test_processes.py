@@ -56,7 +56,7 @@ def test_engine_hangs(ready, record):
     ready.begin()
     injected = ready.now()
     ready.sh(f"kill -STOP {ready.pid(ENGINE, 'EngineCor')}")
-    ready.wait("the instance back", restarted(ready, ENGINE, engine), 180)
+    ready.wait("the instance back", restarted(ready, ENGINE, engine))
     outcome = ready.end(injected)
     assert int(ready.health(ENGINE)["restarts"]) >= 1
     record(
@@ -95,7 +95,7 @@ def test_out_of_memory_inside_the_unit(ready, record):
     else:
         worker = ready.pid(ENGINE, "VLLM::W")
         ready.sh(f"kill -9 {worker}")
-    ready.wait("the instance back", restarted(ready, ENGINE, engine), 180)
+    ready.wait("the instance back", restarted(ready, ENGINE, engine))
     how = (
         "the unit's memory.max was lowered"
         if limited

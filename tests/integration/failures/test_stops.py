@@ -43,12 +43,12 @@ def test_port_taken_at_start(ready, record):
     squat = "nohup python3 -m http.server 8000 --bind 127.0.0.1 </dev/null >/dev/null 2>&1 &"
     ready.sh(f"{squat} echo $! > /root/squatter; sleep 1")
     ready.sh(f"systemctl start --no-block {ENGINE}")
-    ready.wait("the start fails", lambda: int(ready.show(ENGINE, "NRestarts")) >= 1, 90)
+    ready.wait("the start fails", lambda: int(ready.show(ENGINE, "NRestarts")) >= 1)
     text = ready.sh(f"journalctl -u {ENGINE} -n 200 -o cat")
     assert "Address already in use" in text
     ready.sh("kill $(cat /root/squatter)")
     injected = ready.now()
-    ready.wait("back without a hand", ready.well, 120)
+    ready.wait("back without a hand", ready.well)
     seconds = round(ready.now() - injected, 1)
     record(
         "port taken at start",
@@ -79,12 +79,12 @@ def test_start_limit_ends_a_restart_loop_with_an_alert(ready):
     ready.sh(f"mkdir -p {folder}; printf '%s\\n' {' '.join(lines)} > {folder}/loop.conf; systemctl daemon-reload")
     try:
         ready.sh(f"systemctl kill -s KILL {ENGINE}")
-        ready.wait("systemd gives up", lambda: ready.show(ENGINE, "ActiveState") == "failed", 60)
-        ready.wait("the alert", lambda: ready.sh(f"ls {alert}", check=False) != "", 30)
+        ready.wait("systemd gives up", lambda: ready.show(ENGINE, "ActiveState") == "failed")
+        ready.wait("the alert", lambda: ready.sh(f"ls {alert}", check=False) != "")
         said = json.loads(ready.sh(f"cat {alert}"))
         assert said["state"] == "failed"
         assert "reset-failed" in said["fix"]
     finally:
         ready.sh(f"rm -r {folder}; systemctl daemon-reload; systemctl reset-failed {ENGINE}; systemctl start {ENGINE}")
     ready.wait("well", ready.well)
-    ready.wait("the alert goes", lambda: ready.sh(f"ls {alert}", check=False) == "", 30)
+    ready.wait("the alert goes", lambda: ready.sh(f"ls {alert}", check=False) == "")
