@@ -104,7 +104,7 @@ def test_clock_jumps(clock, ready, record):
         "clock of the services jumps a day forward, then two days back",
         outcome,
         "nothing restarts, nothing is lost",
-        10,
+        30,
     )
 
 
