@@ -174,6 +174,33 @@ def _has(pid: int, mark: str) -> bool:
 
 
 @contextmanager
+def private_folder(base: Path) -> Iterator[Path]:
+    """A fresh folder below ``base`` for this user alone (0700), gone when the block ends.
+
+    Those of processes that were killed before their block ended go with the next call.
+    """
+    for left in base.glob("kvfleet-run-*"):
+        with suppress(OSError, ValueError):
+            if left.stat().st_uid == os.getuid() and not _alive(int(left.name.split("-")[2])):
+                shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=f"kvfleet-run-{os.getpid()}-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextmanager
 def variables_without_trace(extra_vars: Mapping[str, Any] | None) -> Iterator[list[str]]:
     """Arguments of ansible-playbook for ``extra_vars``, which stand neither in them nor on a disk.
 
@@ -183,14 +210,11 @@ def variables_without_trace(extra_vars: Mapping[str, Any] | None) -> Iterator[li
         yield []
         return
     memory = Path("/dev/shm")  # noqa: S108 - its folder below is made for this call with mode 0700
-    folder = Path(tempfile.mkdtemp(prefix="kvfleet-", dir=memory if memory.is_dir() else None))
-    try:
+    with private_folder(memory if memory.is_dir() else Path(tempfile.gettempdir())) as folder:
         path = folder / "vars.json"
         path.touch(mode=0o600)
         path.write_text(json.dumps(dict(extra_vars)))
         yield ["-e", f"@{path}"]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_playbook(
@@ -235,10 +259,9 @@ def run_playbook(
             end_run(collector.pid, str(private))
         return late or asked.is_set()
 
-    private = Path(tempfile.mkdtemp(prefix="kvfleet-run-"))
     started = time.monotonic()
-    try:
-        with variables_without_trace(extra_vars) as words:
+    with private_folder(Path(tempfile.gettempdir())) as private, variables_without_trace(extra_vars) as words:
+        try:
             runner = ansible_runner.run(
                 private_data_dir=str(private),
                 project_dir=str(ROOT),
@@ -260,12 +283,10 @@ def run_playbook(
                 },
             )
             output = runner.stdout.read()
-    except BaseException:
-        if collector.pid:
-            end_run(collector.pid, str(private))
-        raise
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
+        except BaseException:
+            if collector.pid:
+                end_run(collector.pid, str(private))
+            raise
     if keep_output is not None:
         keep_output.write_text(output)
     if final:

@@ -312,6 +312,22 @@ def test_variables_are_gone_after_the_run() -> None:
     assert not path.parent.exists()
 
 
+def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    leave = (
+        "import os, signal, sys; from pathlib import Path; from kvfleet.runs import private_folder\n"
+        "with private_folder(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'vars.json').write_text('{}'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", leave, tmp_path], check=False)
+    assert killed.returncode == -9
+    (left,) = tmp_path.iterdir()
+    with runs.private_folder(tmp_path) as other, runs.private_folder(tmp_path) as folder:
+        assert not left.exists()
+        assert other.is_dir(), "that of a living process stays"
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_prints_events_and_result_as_json(small: Path) -> None:
     from kvfleet.cli import app
 
