@@ -49,7 +49,10 @@ SETTINGS: dict[str, Any] = {
     ),
     "host_plan_output_dir": str(FOLDER / "plans"),
     "smoke_benchmark_results_dir": str(FOLDER / "results"),
+    # pool and prompts short enough that a proof takes seconds
+    "kvfleet_kv_pool_gib": 0.02,
     "smoke_benchmark_cold_limit_s": 10,
+    "smoke_benchmark_settle_limit_s": 12,
 }
 
 
@@ -86,7 +89,7 @@ class ServingFleet:
         """Hosts and values, the key in a vault; ``seqs`` is the setting that the tests change."""
         shutil.rmtree(self.inventory, ignore_errors=True)
         write_inventory(FOLDER, HOSTS)
-        instance = {**VALUES["kvfleet_instances"][0], "max_num_seqs": seqs}
+        instance = {**VALUES["kvfleet_instances"][0], "max_model_len": 2048, "max_num_seqs": seqs}
         everybody = self.inventory / "group_vars" / "all"
         (self.inventory / "group_vars" / "all.yml").unlink()
         everybody.mkdir()
