@@ -15,7 +15,7 @@ from kvfleet import fleet
 pytestmark = pytest.mark.root
 
 #: long enough that every attempt of the run finds nobody
-AWAY_S = 240
+AWAY_S = 200
 #: nothing that SSH answers leaves the host; established connections hang as on a dead link
 RULE = "pref 90 ipproto 6 sport 22 unreachable"
 
