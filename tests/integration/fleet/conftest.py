@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def three(request: pytest.FixtureRequest) -> Iterator[ServingFleet]:
-    """Three hosts that serve and are proved; those of an earlier part when they are as needed."""
+    """Three hosts that serve and are proved; those of an earlier part when they are as needed.
+
+    KVFLEET_KEEP_HOST leaves them whatever happens, for work on a case.
+    """
     made = ServingFleet()
     try:
         made.prepare()
@@ -22,5 +26,6 @@ def three(request: pytest.FixtureRequest) -> Iterator[ServingFleet]:
             made.deploy()
         yield made
     finally:
-        if not (request.config.getoption("--keep-fleet") and request.session.testsfailed == 0):
+        good = request.config.getoption("--keep-fleet") and request.session.testsfailed == 0
+        if not (good or os.environ.get("KVFLEET_KEEP_HOST")):
             made.down()
