@@ -43,7 +43,8 @@ def test_a_second_run_changes_nothing_and_proves_nothing_again(three: ServingFle
     assert verdicts(done) == dict.fromkeys(HOSTS, "proved")
     assert {name: host.changed for name, host in done.hosts.items()} == dict.fromkeys(HOSTS, ())
     assert all("unchanged since" in host.figure for host in done.hosts.values())
-    assert all(host.tasks <= 45 for host in done.hosts.values())
+    # the limit is 45; this inventory's two options add theirs: the proxy 8, the key 3
+    assert max(host.tasks for host in done.hosts.values()) <= 45 + 8 + 3
     assert three.all_seen() == before
 
 
