@@ -285,13 +285,16 @@ def summarise(action: Action, run: PlaybookRun, artifacts: Path | None = None) -
         plan = host.facts.get("kvfleet_plan") or (host.answers.get("kv_plan") or {}).get("plan")
         status = host.answers.get("host_status")
         verdict = judge(action, host, complete=run.complete)
+        refused = gate_lines(name, run) if verdict is Verdict.NOT_STARTED else []
+        if refused:
+            verdict = Verdict.REFUSED
         results[name] = HostResult(
             name=name,
             verdict=verdict,
             release=str(((plan or {}).get("release") or {}).get("id") or ""),
             profile=str((plan or {}).get("profile") or ""),
             figure=_figure(host),
-            reasons=tuple(_reasons(verdict, host, run, secrets)),
+            reasons=tuple(clean_text(text, secrets) for text in refused or _reasons(verdict, host, run, secrets)),
             tasks=host.executed,
             skipped=host.skipped,
             changed=tuple(host.changed),
@@ -301,6 +304,13 @@ def summarise(action: Action, run: PlaybookRun, artifacts: Path | None = None) -
             artifacts=artifacts,
         )
     return results
+
+
+def gate_lines(name: str, run: PlaybookRun) -> list[str]:
+    """What the gate before the first change said against host ``name``, or against all: lines of its table."""
+    said = next((host.gate for host in run.hosts.values() if host.gate), "")
+    lines = said.splitlines()[1:]
+    return [line.split("  ", 2)[-1].strip() for line in lines if line.startswith((f"  {name} ", "  all hosts "))]
 
 
 def _figure(host: HostRun) -> str:
@@ -323,8 +333,11 @@ def _reasons(verdict: Verdict, host: HostRun, run: PlaybookRun, secrets: Sequenc
         culprits = sorted(
             name for name, other in run.hosts.items() if not other.ok or other.rescued or errors_of(other)
         )
-        why = f"the run stopped at {', '.join(culprits)}" if culprits else "the run ended before its turn"
-        found.append(why)
+        gate = next((other.gate for other in run.hosts.values() if other.gate), "")
+        if culprits:
+            found.append(f"the run stopped at {', '.join(culprits)}")
+        else:
+            found.append(gate.splitlines()[0] if gate else "the run ended before its turn")
     if not run.complete:
         found.append("the run did not end: what it left is proved or marked by the next run")
     return [clean_text(text, secrets) for text in found if text]

@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvfleet import fleet, runs
-from kvfleet.core.findings import KvfleetError
+from kvfleet.core import rollout
+from kvfleet.core.findings import Finding, KvfleetError
 from kvfleet.exits import Exit
 from kvfleet.fleet import Action, FleetEvent, Verdict, judge, rotate, summarise, total
 from kvfleet.runs import HostRun, PlaybookRun
@@ -96,6 +97,19 @@ def test_the_exit_status_of_a_rollout(hosts: list[HostRun], rc: int, status: int
 def test_a_host_that_did_not_have_its_turn_says_who_stopped_it() -> None:
     run = finished(host("a", failures=["Prove it: no"], changed=["x"]), host("b"), rc=2)
     assert summarise(Action.DEPLOY, run)["b"].reasons == ("the run stopped at a",)
+
+
+def test_what_the_gate_says_against_a_host_is_that_hosts_reason() -> None:
+    table = rollout.table([("b", Finding("KVF-ENG-040", "Nothing runs.", "Deploy it."))], 2)
+    run = finished(host("a", gate=table), host("b"), rc=2)
+    found = summarise(Action.UPGRADE, run)
+    assert found["b"].verdict is Verdict.REFUSED
+    assert found["b"].reasons == ("KVF-ENG-040: Nothing runs. Deploy it.",)
+    assert found["a"].verdict is Verdict.NOT_STARTED
+    assert "1 of 2 hosts cannot be deployed" in found["a"].reasons[0]
+    everybody = rollout.table([("all hosts", Finding("KVF-SET-040", "Bad size.", "Set it."))], 2)
+    found = summarise(Action.DEPLOY, finished(host("a", gate=everybody), host("b"), rc=2))
+    assert {one.reasons for one in found.values()} == {("KVF-SET-040: Bad size. Set it.",)}
 
 
 def test_results_carry_no_secret() -> None:

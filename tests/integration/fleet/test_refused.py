@@ -78,6 +78,19 @@ def test_an_unreachable_host_is_listed_and_stops_the_others(folder: Path) -> Non
     assert all(map(untouched, HOSTS))
 
 
+def test_what_was_never_deployed_can_be_neither_upgraded_nor_returned(folder: Path) -> None:
+    inventory = write_inventory(folder, HOSTS)
+    done = fleet.upgrade(inventory, keep=0)
+    assert done.exit == 2
+    assert {name: host.verdict for name, host in done.hosts.items()} == dict.fromkeys(HOSTS, Verdict.REFUSED)
+    assert {host.reasons[0][:11] for host in done.hosts.values()} == {"KVF-ENG-040"}
+    done = fleet.rollback(inventory, keep=0)
+    assert done.exit == 2
+    assert {name: host.verdict for name, host in done.hosts.items()} == dict.fromkeys(HOSTS, Verdict.REFUSED)
+    assert all("KVF-ENG-042" in host.reasons[0] for host in done.hosts.values())
+    assert all(map(untouched, HOSTS))
+
+
 def test_a_failing_canary_leaves_the_others_untouched(folder: Path) -> None:
     # the bundle is looked for after the first changes on the canary, so this failure is one in the middle
     status, result = deploy(folder)
