@@ -136,9 +136,9 @@ def test_a_disk_that_fell_out_of_one_host_stops_all_before_any_change(folder: Pa
     )  # fmt: skip
     device = listed.stdout.strip()
     link = ssh("fleet-c", "ls /dev/disk/by-id/*THFLEETC02").strip()
-    # gone from the kernel, and with it what udev made for it
+    # gone from the kernel, and with it the link that udev made
     subprocess.run(["losetup", "-d", device], check=True)
-    ssh("fleet-c", f"rm {link} {device}")
+    ssh("fleet-c", f"rm {link}")
     status, result = deploy(folder, None, "-l", "fleet-b,fleet-c")
     assert status == 2
     assert verdicts(result) == {"fleet-b": "not started", "fleet-c": "refused"}
