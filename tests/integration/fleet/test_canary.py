@@ -27,7 +27,7 @@ def stopped_at_the_canary(three: ServingFleet, before: dict, done: fleet.FleetRe
     assert done.artifacts is not None
     bundle = done.artifacts / f"support-{CANARY}.tar.gz"
     names = subprocess.run(["tar", "-tzf", bundle], capture_output=True, text=True, check=True).stdout
-    assert f"{UNIT}.journal" in names or "journal" in names
+    assert f"journal/{UNIT}.txt" in names
     assert "plan.json" in names
     return " ".join(done.hosts[CANARY].reasons)
 
