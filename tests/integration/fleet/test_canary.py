@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 
 import pytest
@@ -44,11 +43,10 @@ def test_an_upgrade_that_never_serves_ends_at_the_canary(three: ServingFleet) ->
 
 
 def test_a_setting_that_the_engine_refuses_ends_at_the_canary(three: ServingFleet) -> None:
-    values = json.loads((three.inventory / "group_vars" / "all" / "main.yml").read_text())
-    # the planner knows the flag and no reason against it; the processor's engine does
-    broken = [{**values["kvfleet_instances"][0], "kv_cache_dtype": "fp8"}]
+    # a flag that the release knows, with a value that only its start can find wrong
+    flags = {"--tokenizer": "/data/models/none"}
     before = three.all_seen()
-    done = three.run(fleet.Action.DEPLOY, variables={"kvfleet_instances": broken})
+    done = three.run(fleet.Action.DEPLOY, variables={"kvfleet_engine_flags": flags})
     stopped_at_the_canary(three, before, done)
 
 
