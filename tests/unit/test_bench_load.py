@@ -238,6 +238,22 @@ def test_the_ram_tier_is_emptied_once_its_chunks_are_on_disk(setting):
     assert stack.ram == {}
 
 
+def test_stores_that_never_complete_are_not_waited_for(setting, monkeypatch):
+    """Once the RAM tier was emptied the engine stores chunks again whose files are there."""
+    stack, _, _, runner = setting
+    runner.settle_limit_s = 600
+    page = stack.cache_page
+
+    def failed_stores():
+        name = "lmcache_mp_l2_store_submitted_objects_chunks_total"
+        return f'{page()}\n{name}{{cache_salt="{runner.salt}"}} 3'
+
+    monkeypatch.setattr(stack, "cache_page", failed_stores)
+    started = stack.clock()
+    runner.run(plan(COLD, bench.replace(WARM, clear_ram=True)))
+    assert load.STILL_S <= stack.clock() - started < 2 * load.STILL_S
+
+
 def test_a_load_without_a_truth_check_assumes_a_slow_host():
     room = bench.Capacity(8192, 32768, 0, 256, 7680, 4)
     made = load.plan_runs("smoke", room, None, 1, 70, False, 1, ())

@@ -16,6 +16,8 @@ from .truth import SALT_PREFIX, request_finding
 
 #: samples kept for every run: enough for a plot, little enough for a file that people open
 SERIES_LIMIT = 240
+#: stores that neither begin nor end for so many seconds are over
+STILL_S = 5.0
 #: growth of the root file system during a load that logs and the like may cause
 ROOT_GROWTH_LIMIT_BYTES = 256 * 1024**2
 
@@ -274,18 +276,23 @@ class InstanceLoad:
         )
 
     def _wait_until_stored(self) -> None:
-        """Wait until the populating run's chunks are on disk: submitted and completed stores agree and stand still."""
+        """Wait until the populating run's chunks are on disk: submitted and completed stores agree and stand still.
+
+        They need not agree: LMCache 0.5.6 counts a store that failed (a file that is there already) as submitted and
+        never as completed. Counts that stood still for :data:`STILL_S` seconds are the last ones.
+        """
         deadline = self.clock() + self.settle_limit_s
-        previous = (-1.0, -2.0)
+        previous, since = (-1.0, -2.0), self.clock()
         while self.clock() < deadline:
             page = self._cache_metrics()
             now = (
                 metrics.of_salt(page, "lmcache_mp_l2_store_submitted_objects_chunks_total", self.salt),
                 metrics.of_salt(page, "lmcache_mp_l2_store_completed_objects_chunks_total", self.salt),
             )
-            if now == previous and now[0] == now[1] > 0:
+            if now != previous:
+                previous, since = now, self.clock()
+            elif now[0] == now[1] > 0 or self.clock() - since >= STILL_S:
                 return
-            previous = now
             self.sleep(0.5)
 
     def _counters(self, salt: str) -> dict[str, float]:

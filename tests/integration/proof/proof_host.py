@@ -120,12 +120,7 @@ class ProofHost:
 
     def play(self, playbook: str, *arguments: str, limit_s: float = 480, **values) -> tuple[int, str]:
         """Status and output of a playbook of the product; ``values`` are extra variables."""
-        process = self.start(playbook, *arguments, **values)
-        try:
-            text, _ = process.communicate(timeout=limit_s)
-        finally:
-            process.kill()
-        return process.returncode, text
+        return finished(self.start(playbook, *arguments, **values), limit_s)
 
     def start(self, playbook: str, *arguments: str, **values) -> subprocess.Popen:
         """The same, not waited for."""
@@ -198,9 +193,13 @@ def wait_for_load(host: ProofHost, process: subprocess.Popen) -> None:
 
 
 def finished(process: subprocess.Popen, limit_s: float = 480) -> tuple[int, str]:
-    """Status and output of a started playbook."""
+    """Status and output of a started playbook; one that takes too long is ended and shows how far it came."""
     try:
         text, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+        raise AssertionError(f"not done within {limit_s:g} s:\n{text}") from None
     finally:
         process.kill()
     return process.returncode, text
