@@ -232,6 +232,18 @@ def test_observing_reads_units_mount_and_records(plan: dict[str, Any], tmp_path:
     assert {call[1] for call in calls} <= {"show", "digest"}, "status only looks"
 
 
+@pytest.mark.parametrize(("options", "read_only"), [("rw", False), ("ro", True), ("rw,emergency_ro", True)])
+def test_a_file_system_that_stopped_writing_after_an_error_is_read_only(
+    options: str, read_only: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "self").mkdir()
+    # as Linux 6.18 showed it after I/O errors
+    (tmp_path / "self/mountinfo").write_text(f"1333 27 7:7 / /mnt rw,relatime - ext4 /dev/loop7 {options}\n")
+    found = status._mount("/mnt", HostPaths(proc=str(tmp_path)))
+    assert found is not None
+    assert found["read_only"] is read_only
+
+
 def test_the_mount_table_of_this_machine_is_understood() -> None:
     points = subprocess.run(["findmnt", "-rno", "TARGET"], capture_output=True, text=True, check=True).stdout.split()
     found = status._mount(points[0], HostPaths())

@@ -33,6 +33,8 @@ LOW_SPACE_BYTES = 4 * GIB
 STALE_LOOK_S = 300
 #: what the watcher finds in a unit that answers; a queue is no fault
 WELL = ("ok", "busy")
+#: mount options of a file system that takes no writes; the last two are ext4's own after an error, since Linux 6.15
+READ_ONLY = {"ro", "emergency_ro", "shutdown"}
 #: states of a unit that systemd is working on
 MOVING = ("activating", "deactivating", "reloading")
 
@@ -222,7 +224,7 @@ def _mount(point: str, paths: HostPaths) -> dict[str, Any] | None:
     for line, (number, _, where, fstype, source) in zip(_mount_lines(text), parse_mountinfo(text)):
         if where == point:
             flags = {*line.split()[5].split(","), *line.split(" - ", 1)[1].split()[2].split(",")}
-            found = {"number": number, "fstype": fstype, "source": source, "read_only": "ro" in flags}
+            found = {"number": number, "fstype": fstype, "source": source, "read_only": bool(flags & READ_ONLY)}
     return found
 
 
