@@ -199,6 +199,8 @@ class Fleet:
                                    "max_model_len": 4096, "max_num_seqs": 4}],
             "engine_packages": [], "rollout_allow_recorded": True,
             "smoke_benchmark_report": False, "vllm_instance_settle_s": 0,
+            # one server of this process answers for all engines, so no unit holds a socket
+            "vllm_instance_listeners": [],
         }  # fmt: skip
         (folder / "group_vars" / "all.json").write_text(json.dumps(values))
         return folder
