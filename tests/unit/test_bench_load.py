@@ -239,7 +239,7 @@ def test_the_ram_tier_is_emptied_once_its_chunks_are_on_disk(setting):
 
 
 def test_stores_that_never_complete_are_not_waited_for(setting, monkeypatch):
-    """Once the RAM tier was emptied the engine stores chunks again whose files are there."""
+    """LMCache counts a failed store as submitted only."""
     stack, _, _, runner = setting
     runner.settle_limit_s = 600
     page = stack.cache_page

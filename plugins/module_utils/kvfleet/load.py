@@ -278,8 +278,8 @@ class InstanceLoad:
     def _wait_until_stored(self) -> None:
         """Wait until the populating run's chunks are on disk: submitted and completed stores agree and stand still.
 
-        They need not agree: LMCache 0.5.6 counts a store that failed (a file that is there already) as submitted and
-        never as completed. Counts that stood still for :data:`STILL_S` seconds are the last ones.
+        They need not agree: LMCache 0.5.6 counts a store that failed as submitted and never as completed
+        (``store_controller.py``). Counts that stood still for :data:`STILL_S` seconds are the last ones.
         """
         deadline = self.clock() + self.settle_limit_s
         previous, since = (-1.0, -2.0), self.clock()
