@@ -54,6 +54,15 @@ def test_every_set_up_ran_every_concurrency_with_the_same_pool(measured):
     assert len(pools) == 1
 
 
+def test_the_disk_set_up_was_really_read_from_disk(measured):
+    runs = [run for run in measured.records()[-1]["load"]["instances"][0]["runs"] if run["run"]["phase"] == "warm"]
+    assert len(runs) == len(CONCURRENCIES)
+    for run in runs:
+        assert run["disk"]["hit_bytes"] > 0
+        assert run["disk"]["served_by"] == "device"
+        assert run["tokens"]["tier_disk"] > run["tokens"]["tier_cpu"]
+
+
 def test_the_host_ends_in_its_own_profile(measured):
     measured.assert_unharmed()
     assert json.loads(measured.ssh("cat /var/lib/kvfleet/proved.json"))["plan_profile"] == "disk"
@@ -63,7 +72,7 @@ def test_the_host_ends_in_its_own_profile(measured):
 def test_the_report_has_the_articles_tables_and_plots_and_needs_no_network(measured):
     page = (measured.results / "report.html").read_text()
     loads = ("prompts that repeat a prefix (RAG)", "random prompts (the article&#39;s own load)")
-    tables = dict(re.findall(r"<h4>(.*?)</h4>\s*<table>(.*?)</table>", page, re.DOTALL))
+    tables = dict(re.findall(r"<h4>(.*?)</h4>\s*<table[^>]*>(.*?)</table>", page, re.DOTALL))
     figures = ("TTFT mean", "TTFT p99", "TPOT mean", "Requests per second", "Output tokens per second")
     assert set(tables) == {f"{figure}, {load}" for figure in figures for load in loads}
     for title, table in tables.items():
