@@ -49,8 +49,11 @@ SETTINGS: dict[str, Any] = {
     ),
     "host_plan_output_dir": str(FOLDER / "plans"),
     "smoke_benchmark_results_dir": str(FOLDER / "results"),
-    # pool and prompts short enough that a proof takes seconds
+    # a pool small enough that a proof takes seconds; three hosts share the machine's cores, so times of one say nothing
+    # and the counters alone tell which tier served
     "kvfleet_kv_pool_gib": 0.02,
+    "smoke_benchmark_min_warm_speedup_ram": 0,
+    "smoke_benchmark_min_warm_speedup_disk": 0,
     "smoke_benchmark_cold_limit_s": 10,
     "smoke_benchmark_settle_limit_s": 12,
 }
