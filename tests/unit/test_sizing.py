@@ -459,6 +459,12 @@ def test_port_of_a_foreign_process_is_refused_but_not_our_own():
     assert plan(host(1, listeners=unseen, kvfleet=running))["errors"] == []
 
 
+def test_a_foreign_process_on_an_inner_port_is_no_matter_the_engine_takes_the_next():
+    inner = plan(host(1))["instances"][0]["internal_port"]
+    taken = [{"port": inner, "address": "0.0.0.0", "process": "other", "pid": 7, "unit": None}]  # noqa: S104
+    assert plan(host(1, listeners=taken))["errors"] == []
+
+
 def test_gpus_named_on_a_host_that_shows_none():
     broken = host([], 64, unavailable=[{"field": "gpus", "reason": "Driver/library version mismatch"}])
     error = next(error for error in plan(broken, gpus=[0])["errors"] if error["code"] == "KVF-GPU-004")

@@ -1408,6 +1408,8 @@ class _Planner:
 
     def _foreign_ports(self, listeners: Sequence[Mapping[str, Any]]) -> None:
         for listener in listeners:
+            if "ports" in listener:
+                continue  # the engine takes the next free port of its range
             for entry in self.host.get("listeners") or []:
                 if entry.get("port") != listener["port"] or str(entry.get("unit") or "").startswith("kvfleet-"):
                     continue
