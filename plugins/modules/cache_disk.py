@@ -212,7 +212,9 @@ direct_io:
   type: bool
   returned: when a device was named
 health:
-  description: What the drive says about itself; C(available) is false with a C(reason) when nothing can be asked.
+  description:
+    - What the drive says about itself; C(available) is false with a C(reason) when nothing can be asked.
+    - C(capacity_bytes) is the whole drive's where it tells that, else its namespace's; C(capacity_basis) says which.
   type: dict
   returned: when a device was named
 speed:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from kvfleet.core.command import CommandResult
+from kvfleet.core.disk_actions import DiskRun, read_health
 from kvfleet.core.disk_speed import block_bytes, file_bytes, fio_argv, measure, parse_fio
+from kvfleet.core.disks import DiskProbe, DiskSettings
 from kvfleet.core.health import (
     KNOWN_BAD_FIRMWARE,
     HealthLimits,
@@ -119,6 +121,49 @@ def test_endurance_that_cannot_be_known() -> None:
     assert endurance_days(replace(WELL, used_percent=0))[0] is None
     assert endurance_days(replace(WELL, power_on_hours=3))[0] is None
     assert endurance_days(WELL, write_bytes_per_day=0)[0] is None
+
+
+def look(identity: CommandResult, **log: int) -> tuple[DiskRun, list[str]]:
+    """Read the health of a drive with a namespace of 100 GB; ``identity`` is what its controller answers."""
+    plain = {"critical_warning": 0, "temperature": 314, "avail_spare": 100, "spare_thresh": 10, "percent_used": 2}
+    answers = {"smart-log": CommandResult(0, json.dumps({**plain, **log}), ""), "id-ctrl": identity}
+
+    def runner(argv: Sequence[str], *, stdin: str | None = None, timeout_s: float = 60.0) -> CommandResult:
+        assert argv[-1] == "/dev/nvme7n1"
+        return answers[argv[1]]
+
+    run = DiskRun(DiskSettings(device=LINK), runner)
+    probe = DiskProbe(LINK, node="/dev/nvme7n1", kind="nvme", size_bytes=100 * 10**9)
+    return run, [finding.code for finding in read_health(run, probe)]
+
+
+def test_capacity_of_the_drive_is_its_own_word() -> None:
+    # 1.92 TB as drives of that class count them
+    run, _errors = look(CommandResult(0, '{"sn": "S1", "tnvmcap": "1920383410176"}', ""))
+    assert run.health["capacity_bytes"] == 1920383410176
+    assert run.health["capacity_basis"] == "the drive's own word"
+
+
+@pytest.mark.parametrize(
+    ("identity", "reason"),
+    [
+        (CommandResult(0, '{"sn": "S1", "tnvmcap": 0}', ""), "the drive does not tell its own"),
+        (CommandResult(1, "", "NVMe status: Invalid Field in Command"), "Invalid Field in Command"),
+        (CommandResult(0, "no JSON", ""), "not understood"),
+    ],
+)
+def test_size_of_a_namespace_is_not_passed_off_as_the_drives(identity: CommandResult, reason: str) -> None:
+    run, _errors = look(identity)
+    assert run.health["capacity_bytes"] == 100 * 10**9
+    assert run.health["capacity_basis"].startswith("the namespace's size: ")
+    assert reason in run.health["capacity_basis"]
+
+
+def test_a_drive_that_tells_no_capacity_is_judged_all_the_same() -> None:
+    """Its media are read-only, whatever its controller's identity answers."""
+    run, errors = look(CommandResult(1, "", "failed"), critical_warning=8)
+    assert errors == ["KVF-DISK-045"]
+    assert run.health["available"] is True
 
 
 def test_known_bad_firmware() -> None:

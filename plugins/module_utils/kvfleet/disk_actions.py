@@ -264,10 +264,12 @@ def read_health(run: DiskRun, probe: DiskProbe) -> list[Finding]:
             errors, more = assess(name, smart, run.limits)
             warnings += more
             days, basis = endurance_days(smart)
+            capacity_bytes, capacity_basis = _capacity(run, probe)
             health.update(
                 smart.__dict__,
                 available=True,
-                capacity_bytes=_capacity(run, probe),
+                capacity_bytes=capacity_bytes,
+                capacity_basis=capacity_basis,
                 endurance_days=None if days is None else round(days, 1),
                 endurance_basis=basis,
             )
@@ -276,13 +278,20 @@ def read_health(run: DiskRun, probe: DiskProbe) -> list[Finding]:
     return errors
 
 
-def _capacity(run: DiskRun, probe: DiskProbe) -> int:
-    """Bytes of the whole drive as it says itself, else those of its namespace."""
+def _capacity(run: DiskRun, probe: DiskProbe) -> tuple[int, str]:
+    """Bytes of the whole drive as it says itself, else of its namespace, which may be a part of it; and which it is."""
     identity = run.runner(["nvme", "id-ctrl", "--output-format=json", probe.node])
-    try:
-        return (parse_id_ctrl(identity.stdout).capacity_bytes if identity.ok else 0) or probe.size_bytes
-    except (ValueError, TypeError):
-        return probe.size_bytes
+    why_not = "" if identity.ok else _words(identity)
+    if not why_not:
+        try:
+            own = parse_id_ctrl(identity.stdout).capacity_bytes
+        except (ValueError, TypeError) as error:
+            why_not = f"the drive's answer was not understood: {error}"
+        else:
+            if own:
+                return own, "the drive's own word"
+            why_not = "the drive does not tell its own"
+    return probe.size_bytes, f"the namespace's size: {why_not}"
 
 
 # --------------------------------------------------------------------------------------------------- before any write
