@@ -17,101 +17,54 @@ PROFILES = ("gpu", "cpu", "disk", "article", "gpu-whole", "cpu-whole", "gpu-tp2"
 #: profile of the same pool and GPUs without offload: what a profile's figures are compared with
 BASELINES: Mapping[str, str] = {"cpu-whole": "gpu-whole", "cpu-tp2": "gpu-tp2"}
 
-#: Packages of a release's lock that an image with torch and CUDA's libraries provides, and the exact version where any
-#: other would break the release (None: the check on the host decides by the requirements of what was carried).
+#: Packages that an image with torch and CUDA's libraries provides for both releases.
+_PROVIDED_FOR_BOTH = (
+    "cuda-bindings", "cuda-pathfinder", "hf-xet", "huggingface-hub", "llvmlite", "mpmath", "networkx", "numba",
+    "nvidia-cublas", "nvidia-cuda-cupti", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn-cu13",
+    "nvidia-cufft", "nvidia-cufile", "nvidia-curand", "nvidia-cusolver", "nvidia-cusparse", "nvidia-cusparselt-cu13",
+    "nvidia-nvjitlink", "nvidia-nvshmem-cu13", "nvidia-nvtx", "pillow", "safetensors", "sympy",
+)  # fmt: skip
+#: Packages of a release's lock that such an image provides, and the exact version where any other would break the
+#: release (None: the check on the host decides by the requirements of what was carried).
 PROVIDED: Mapping[str, Mapping[str, str | None]] = {
     "cu13-0.25.1-0.5.3": {
         "torch": "2.11.0",
         "triton": "3.6.0",
-        "cuda-bindings": None,
-        "cuda-pathfinder": None,
-        "grpcio": None,
-        "hf-xet": None,
-        "huggingface-hub": None,
-        "llvmlite": None,
-        "mpmath": None,
-        "networkx": None,
-        "numba": None,
-        "nvidia-cublas": None,
-        "nvidia-cuda-cupti": None,
-        "nvidia-cuda-nvrtc": None,
-        "nvidia-cuda-runtime": None,
-        "nvidia-cudnn-cu13": None,
-        "nvidia-cufft": None,
-        "nvidia-cufile": None,
-        "nvidia-curand": None,
-        "nvidia-cusolver": None,
-        "nvidia-cusparse": None,
-        "nvidia-cusparselt-cu13": None,
-        "nvidia-nccl-cu13": None,
-        "nvidia-nvjitlink": None,
-        "nvidia-nvshmem-cu13": None,
-        "nvidia-nvtx": None,
-        "pillow": None,
-        "safetensors": None,
-        "sympy": None,
-        "tokenizers": None,
-        "transformers": None,
+        **dict.fromkeys(sorted((*_PROVIDED_FOR_BOTH, "grpcio", "nvidia-nccl-cu13", "tokenizers", "transformers"))),
     },
     # torch and what was built for it are carried; CUDA's libraries of the image have the same major versions
-    "cu13-0.32.0-0.5.6": dict.fromkeys(
-        (
-            "cuda-bindings",
-            "cuda-pathfinder",
-            "cupy-cuda13x",
-            "hf-xet",
-            "huggingface-hub",
-            "llvmlite",
-            "mpmath",
-            "networkx",
-            "numba",
-            "nvidia-cublas",
-            "nvidia-cuda-cupti",
-            "nvidia-cuda-nvrtc",
-            "nvidia-cuda-runtime",
-            "nvidia-cudnn-cu13",
-            "nvidia-cufft",
-            "nvidia-cufile",
-            "nvidia-curand",
-            "nvidia-cusolver",
-            "nvidia-cusparse",
-            "nvidia-cusparselt-cu13",
-            "nvidia-nvjitlink",
-            "nvidia-nvshmem-cu13",
-            "nvidia-nvtx",
-            "pillow",
-            "safetensors",
-            "sympy",
+    "cu13-0.32.0-0.5.6": dict.fromkeys(sorted((*_PROVIDED_FOR_BOTH, "cupy-cuda13x"))),
+}
+#: Packages that a dense model's text load never imports in either release; their absence is seen by the gates at
+#: installation. FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers
+#: do not notice, and the first start does not compile its kernels for minutes.
+_LEFT_OUT_OF_BOTH = (
+    "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
+    "fastapi-cloud-cli", "fastar", "flashinfer-python", "google-api-core", "google-auth", "google-cloud-bigtable",
+    "google-cloud-core", "google-cloud-monitoring", "google-crc32c", "grpc-google-iam-v1", "grpcio-status", "iniconfig",
+    "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm", "opencv-python-headless",
+    "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore", "sentry-sdk", "setuptools-scm",
+    "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton", "torch-c-dlpack-ext", "torchaudio", "torchcodec",
+    "torchvision", "vcs-versioning", "z3-solver",
+)  # fmt: skip
+#: Packages of a release's lock that are not carried to such an image.
+LEFT_OUT: Mapping[str, Sequence[str]] = {
+    "cu13-0.25.1-0.5.3": tuple(
+        sorted((*_LEFT_OUT_OF_BOTH, "cupy-cuda13x", "flashinfer-cubin", "nvidia-cuda-tileiras"))
+    ),
+    "cu13-0.32.0-0.5.6": tuple(
+        sorted(
+            (
+                *_LEFT_OUT_OF_BOTH,
+                "nccl-extensions",
+                "nccl4py",
+                "nvidia-cutlass-dsl-libs-core",
+                "nvidia-cutlass-dsl-libs-cu12",
+            )
         )
     ),
 }
-#: Packages that a dense model's text load never imports; their absence is seen by the gates at installation.
-#: FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers do not notice,
-#: and the first start does not compile its kernels for minutes.
-LEFT_OUT: Mapping[str, Sequence[str]] = {
-    "cu13-0.25.1-0.5.3": (
-        "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
-        "cupy-cuda13x", "fastapi-cloud-cli", "fastar", "flashinfer-cubin", "flashinfer-python", "google-api-core",
-        "google-auth", "google-cloud-bigtable", "google-cloud-core", "google-cloud-monitoring", "google-crc32c",
-        "grpc-google-iam-v1", "grpcio-status", "iniconfig", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc",
-        "nvidia-cuda-tileiras", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base",
-        "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm",
-        "opencv-python-headless", "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore",
-        "sentry-sdk", "setuptools-scm", "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton",
-        "torch-c-dlpack-ext", "torchaudio", "torchcodec", "torchvision", "vcs-versioning", "z3-solver",
-    ),
-    "cu13-0.32.0-0.5.6": (
-        "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
-        "fastapi-cloud-cli", "fastar", "flashinfer-python", "google-api-core", "google-auth", "google-cloud-bigtable",
-        "google-cloud-core", "google-cloud-monitoring", "google-crc32c", "grpc-google-iam-v1", "grpcio-status",
-        "iniconfig", "nccl-extensions", "nccl4py", "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc",
-        "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
-        "nvidia-cutlass-dsl-libs-cu12", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm", "opencv-python-headless",
-        "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore", "sentry-sdk", "setuptools-scm",
-        "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton", "torch-c-dlpack-ext", "torchaudio",
-        "torchcodec", "torchvision", "vcs-versioning", "z3-solver",
-    ),
-}  # fmt: skip
 #: Requirements that are known not to hold, with the reason; everything else that the check finds stops the run.
 ACCEPTED: Mapping[str, str] = {
     "numba": "compiles vLLM's n-gram proposer alone, which this load does not use",
