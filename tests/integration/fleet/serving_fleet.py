@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bundle_folder import prepare_bundle_folder
 from fleet_hosts import ROOT, VALUES, carry_model, ssh, tool, write_inventory
 
 from kvfleet import fleet
-from kvfleet.bundles import LOCKS
 from kvfleet.checkout import cache_directory
 
 sys.path[:0] = [str(ROOT / "tests" / "integration" / "releases"), str(ROOT / "tests" / "unit")]
@@ -69,12 +69,7 @@ class ServingFleet:
     def prepare(self) -> None:
         """Everything on the controller: bundles, locks, certificate, vault."""
         os.environ["ANSIBLE_VAULT_PASSWORD_FILE"] = str(SECRETS["password"])
-        for name in ("bundles", "locks"):
-            (FOLDER / name).mkdir(parents=True, exist_ok=True)
-        for lock in LOCKS.glob("cpu-*.txt"):
-            link = FOLDER / "locks" / lock.name
-            link.unlink(missing_ok=True)
-            link.symlink_to(lock)
+        prepare_bundle_folder(FOLDER)
         subprocess.run([BIN / "kvfleet", "bundle", RELEASE, "--output", FOLDER / "bundles"], check=True)
         bad_releases.build(FOLDER / "bad", FOLDER / "bundles", FOLDER / "locks", [bad_releases.NEVER_READY])
         for path in SECRETS.values():

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import bad_releases
 import yaml
+from bundle_folder import prepare_bundle_folder
 
-from kvfleet.bundles import LOCKS
 from kvfleet.checkout import ROOT, cache_directory
 
 NAME = "releases"
@@ -78,12 +78,7 @@ class Fleet:
 
     def prepare(self):
         """Everything on the controller: model, bundles, locks, inventory."""
-        for name in ("bundles", "locks"):
-            (FOLDER / name).mkdir(parents=True, exist_ok=True)
-        for lock in LOCKS.glob("cpu-*.txt"):
-            link = FOLDER / "locks" / lock.name
-            link.unlink(missing_ok=True)
-            link.symlink_to(lock)
+        prepare_bundle_folder(FOLDER)
         bad_releases.build(FOLDER / "bad", FOLDER / "bundles", FOLDER / "locks")
         suite = re.search(r"VERSION_CODENAME=(\S+)", Path("/etc/os-release").read_text())[1]
         bundle = [BIN / "kvfleet", "bundle", "--output", FOLDER / "bundles", "--split", "256M"]
