@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -181,5 +180,3 @@ _WORDS = {
     Exit.NEEDS_A_PERSON: "(needs a person)",
     Exit.WRONG_USAGE: "(wrong usage)",
 }
-
-Watcher = Callable[[FleetEvent], None]

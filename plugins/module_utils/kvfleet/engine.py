@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from .bundlefile import BundleIndex, read_manifest, unpack, unpacked, wheel_names
 from .command import CommandResult, CommandRunner
@@ -43,8 +43,6 @@ TORCH_CPU_LINKS = "https://download.pytorch.org/whl/cpu/torch/"
 _UNPACKED_FACTOR = 5
 _INSTALL_LIMIT_S = 3600.0
 _GATE_LIMIT_S = 600.0
-
-Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,6 @@ def server_flags(version: str) -> frozenset[str] | None:
     return known(flag_table.LMCACHE_SERVER, version)
 
 
-def setting_keys(version: str) -> frozenset[str] | None:
-    """Keys of LMCache's in-process settings file in ``version``."""
-    return known(flag_table.LMCACHE_SETTINGS, version)
-
-
 def normal(name: str) -> str:
     """A flag as parsers print it: ``max_num_seqs`` and ``--max_num_seqs`` are ``--max-num-seqs``."""
     return "--" + str(name).strip().lstrip("-").split("=", 1)[0].replace("_", "-")

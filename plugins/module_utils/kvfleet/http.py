@@ -27,11 +27,6 @@ class HttpFailure(Exception):
         self.kind = kind
         self.status = status
 
-    @property
-    def not_up(self) -> bool:
-        """Whether waiting may help: nobody listens yet, or the server says 503."""
-        return self.kind in ("refused", "timeout") or self.status == 503
-
 
 class Client(Protocol):
     """What the proof needs from a server; tests put recorded answers behind it."""

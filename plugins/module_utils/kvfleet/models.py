@@ -260,7 +260,6 @@ class ModelShape:
     """A model as far as memory is concerned; built by :func:`parse_config`."""
 
     model_type: str
-    architecture: str
     layers: int
     hidden_size: int
     attention_heads: int
@@ -285,19 +284,9 @@ class ModelShape:
         return any(group.kind == _STATE for group in self.groups)
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some layers attend to a window only."""
-        return any(group.kind in (_SLIDING, _CHUNKED) for group in self.groups)
-
-    @property
     def has_chunked(self) -> bool:
         """Whether some layers use chunked local attention (Llama 4)."""
         return any(group.kind == _CHUNKED for group in self.groups)
-
-    @property
-    def attention_layers(self) -> int:
-        """How many layers keep KV for tokens."""
-        return sum(group.layers for group in self.groups if group.kind != _STATE)
 
 
 @dataclass(frozen=True)
@@ -346,7 +335,6 @@ def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelSha
     model_type = str(text.get("model_type") or config.get("model_type") or "")
     if text is not config and model_type in _CLASS_DEFAULTS:
         text = {**_CLASS_DEFAULTS[model_type], **text}
-    architecture = str(next(iter(config.get("architectures") or text.get("architectures") or []), ""))
     _refuse_known_strangers(config, text, model_type, name)
 
     layers = _integer(text, ("num_hidden_layers", "n_layer", "num_layers", "n_layers"), "the number of layers", name)
@@ -390,7 +378,6 @@ def parse_config(config: Mapping[str, Any], name: str = "the model") -> ModelSha
     parameters, active, replicated, bits = _parameters(text, model_type, layers, hidden, heads, head_dim, quantization)
     return ModelShape(
         model_type=model_type,
-        architecture=architecture,
         layers=layers,
         hidden_size=hidden,
         attention_heads=heads,

@@ -104,7 +104,6 @@ class Pool:
     tokens: int
     max_concurrency: float
     block_tokens: int
-    blocks_per_request: int
 
 
 def build_pool(
@@ -124,7 +123,7 @@ def build_pool(
     block_bytes, per_request = _blocks(shape, kv, max_model_len, block_tokens, hybrid_manager, in_flight_tokens)
     blocks = max(0, pool_bytes) // block_bytes if block_bytes else 0
     concurrency = blocks / per_request if per_request else 0.0
-    return Pool(max(0, pool_bytes), blocks, int(concurrency * max_model_len), concurrency, block_tokens, per_request)
+    return Pool(max(0, pool_bytes), blocks, int(concurrency * max_model_len), concurrency, block_tokens)
 
 
 def smallest_pool_bytes(

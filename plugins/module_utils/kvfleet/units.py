@@ -35,11 +35,6 @@ def parse_bytes(text: str) -> int:
     return int(float(match.group(1)) * _FACTORS[match.group(2).lower()])
 
 
-def gib(size_bytes: float) -> float:
-    """Bytes as GiB, not rounded."""
-    return size_bytes / GIB
-
-
 def human_bytes(size_bytes: float) -> str:
     """Bytes for people: ``"1.56 TiB"``, ``"128 MiB"``; three significant digits, binary units."""
     for name, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -29,8 +29,8 @@ RELEASE = "cpu-0.32.0-0.5.6"
 UNIT = "kvfleet-vllm@tiny.service"
 #: files of what must stand nowhere else on the controller: the API's key, and the password of the vault that holds it
 SECRETS = {"key": FOLDER / "api.key", "password": FOLDER / "vault.pass"}
-#: the task that restarts, and the one that proves: where a run is hit
-RESTART, PROVE = "Bring servers and instances to the rendered state", "Put the load on the host"
+#: the task that restarts: where a run is hit
+RESTART = "Bring servers and instances to the rendered state"
 
 SETTINGS: dict[str, Any] = {
     **VALUES,
