@@ -29,8 +29,9 @@ def needed_bytes_per_s(kv_bytes_per_token: int, tokens_per_s: float | None) -> f
 
 
 def judge(needed: float | None, measured: float | None) -> str:
-    """``yes`` when the measured speed beats the needed one, ``no`` when not, ``unknown`` when one of them is "
-    "missing."""
+    """``yes`` when the measured speed beats the needed one, ``no`` when not, ``unknown`` when one of them is
+    missing.
+    """
     if needed is None or measured is None:
         return "unknown"
     return "yes" if measured > needed else "no"
@@ -39,8 +40,9 @@ def judge(needed: float | None, measured: float | None) -> str:
 def break_even_tokens(
     tier: str, kv_bytes_per_token: int, tokens_per_s: float | None, measured: float | None, chunk_tokens: int
 ) -> int | None:
-    """Shortest prefix, in whole chunks, for which loading beats computing; ``None`` when it never does or is "
-    "unknown."""
+    """Shortest prefix, in whole chunks, for which loading beats computing; ``None`` when it never does or is
+    unknown.
+    """
     if not tokens_per_s or not measured:
         return None
     gain_s = 1 / tokens_per_s - kv_bytes_per_token / measured

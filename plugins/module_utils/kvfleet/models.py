@@ -457,8 +457,9 @@ def window_tokens_bound(group: LayerGroup, in_flight_tokens: int, max_model_len:
 
 
 def resolve_kv_dtype(shape: ModelShape, kv_cache_dtype: str = "auto", dtype: str = "auto") -> str:
-    """Name of the number format in the KV cache: the setting, else the checkpoint's own scheme, else the model's "
-    "dtype."""
+    """Name of the number format in the KV cache: the setting, else the checkpoint's own scheme, else the model's
+    dtype.
+    """
     if kv_cache_dtype != "auto":
         if kv_cache_dtype not in KV_CACHE_DTYPES:
             raise refuse(
@@ -666,8 +667,9 @@ def check_weight_files(path: str, files: Mapping[str, int], index_text: str) -> 
 
 
 def model_digest(config: Mapping[str, Any], files: Mapping[str, int]) -> str:
-    """16 hex digits over the configuration and the sizes of the weight files: changes when the weights are "
-    "exchanged."""
+    """16 hex digits over the configuration and the sizes of the weight files: changes when the weights are
+    exchanged.
+    """
     weights = sorted(
         (name, size) for name, size in files.items() if name.endswith((".safetensors", ".bin", ".pt", ".pth"))
     )

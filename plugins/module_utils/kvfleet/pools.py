@@ -57,8 +57,9 @@ def graph_bytes(shape: ModelShape) -> int:
 
 
 def batched_tokens(gpu: Mapping[str, Any] | None) -> int:
-    """vLLM's default of ``max_num_batched_tokens`` for an API server on this card (vLLM 0.33, "
-    "``engine/arg_utils.py``)."""
+    """vLLM's default of ``max_num_batched_tokens`` for an API server on this card (vLLM 0.33,
+    ``engine/arg_utils.py``).
+    """
     if gpu is None:
         return 2048
     gib = int(gpu["memory_mib"]) / 1024

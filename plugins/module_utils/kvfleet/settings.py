@@ -1,5 +1,6 @@
-"""What a user may set: names, types and limits of the ``kvfleet_*`` variables, and help for the ones that do not "
-"exist."""
+"""What a user may set: names, types and limits of the ``kvfleet_*`` variables, and help for the ones that do not
+exist.
+"""
 
 from __future__ import annotations
 
