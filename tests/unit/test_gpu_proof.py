@@ -408,7 +408,21 @@ def test_results_of_several_commands_are_merged_and_never_overwritten(tmp_path: 
     (collected / "summary.json").write_text(json.dumps({"proof": SUMMARY["proof"], "profiles": outcomes}))
     (collected / "results-cpu.json").write_text(json.dumps(TRIAL["cpu"]))
     report.store(collected, results)
-    records, summary = report.newest(results)
+    records, summary = report.newest(results, RELEASE)
     assert set(records) == {"gpu", "cpu"}
     assert summary["profiles"]["gpu"]["ran"] is True
     assert summary["profiles"]["cpu"]["ran"] is True
+
+
+def test_releases_are_never_compared_with_each_other(tmp_path: Path) -> None:
+    for day, release, rate in (("20261130", RELEASE, 12.0), ("20261201", "cu13-9-9", 30.0)):
+        own = record("cpu", run("warm", 32, rate, 1.0))
+        (tmp_path / f"{day}T000000Z-{release}-cpu.json").write_text(json.dumps(own))
+        profiles = {"cpu": {"ran": True, "result": "x"}}
+        about = {"proof": {**SUMMARY["proof"], "release": release}, "profiles": profiles}
+        (tmp_path / f"{day}T000000Z-{release}-summary.json").write_text(json.dumps(about))
+    (tmp_path / f"20261130T000000Z-{RELEASE}-gpu.json").write_text(json.dumps(TRIAL["gpu"]))
+    old, new = report.section(tmp_path).split("### cu13-9-9")
+    assert "| cpu | warm | 32 | 200 | 12.00 | 1.00x |" in old
+    assert "| cpu | warm | 32 | 200 | 30.00 | - |" in new
+    assert "| gpu | | | | not run: not asked for" in new

@@ -52,11 +52,17 @@ def store(collected: Path, results: Path) -> list[Path]:
     return written
 
 
-def newest(results: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The newest result of every profile that measured something, and the newest summary, merged over runs."""
+def releases(results: Path) -> list[str]:
+    """The releases that were measured, the one of the newest run last."""
+    summaries = [json.loads(path.read_text()) for path in sorted(results.glob("*-summary.json"))]
+    return list(dict.fromkeys(summary["proof"]["release"] for summary in reversed(summaries)))[::-1]
+
+
+def newest(results: Path, release: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """A release's newest result of every profile that measured something, and its newest summary, merged over runs."""
     found: dict[str, dict[str, Any]] = {}
     summary: dict[str, Any] = {}
-    for path in sorted(results.glob("*.json")):
+    for path in sorted(results.glob(f"*-{release}-*.json")):
         data = json.loads(path.read_text())
         if path.stem.endswith("-summary"):
             profiles = {**summary.get("profiles", {})}
@@ -80,10 +86,10 @@ def runs_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def tries(results: Path) -> list[dict[str, Any]]:
-    """The newest record of every trial of settings, oldest first."""
+def tries(results: Path, release: str) -> list[dict[str, Any]]:
+    """A release's newest record of every trial of settings, oldest first."""
     found: dict[str, dict[str, Any]] = {}
-    for path in sorted(results.glob("*-try-*.json")):
+    for path in sorted(results.glob(f"*-{release}-try-*.json")):
         data = json.loads(path.read_text())
         found[str(data["proof_profile"])] = data
     return list(found.values())
@@ -226,9 +232,7 @@ def _reason(summary: Mapping[str, Any], profile: str) -> str:
 def render(
     records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any], trials: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The section of the page."""
-    if not summary:
-        return "Not run yet.\n"
+    """One release's part of the section."""
     proof, services = summary["proof"], summary.get("services") or {}
     some = next(iter(records.values()), {})
     environment: Mapping[str, Any] = next(
@@ -238,8 +242,10 @@ def render(
     times = sorted(str(record.get("time") or record["outcome"]["time"]) for record in records.values())
     load: Mapping[str, Any] = next((run["run"] for run in runs_of(some) if run["run"]["phase"] == "warm"), {})
     lines = [
+        f"### {proof['release']}",
+        "",
         f"`scripts/gpu-proof`, {' to '.join(dict.fromkeys([times[0], times[-1]])) if times else 'no date'}, commit {proof['commit']}, "
-        f"release `{proof['release']}`; {gpus}, driver {environment.get('driver')}, {environment.get('cpus')} CPUs, "
+        f"{gpus}, driver {environment.get('driver')}, {environment.get('cpus')} CPUs, "
         f"{environment.get('os')}, Python {proof['python']}.",
         "",
         f"Load: {load.get('requests')} requests, {load.get('prefixes')} prefixes of {load.get('prefix_tokens')} + {load.get('suffix_tokens')} tokens, "
@@ -281,6 +287,12 @@ def render(
     for more in (_predictions(records), _trials(trials, records), _circumstances(summary, services)):
         lines += ["", *more] if more else []
     return "\n".join(lines) + "\n"
+
+
+def section(results: Path) -> str:
+    """The page's section: every release that was measured, each compared with its own profile ``gpu`` only."""
+    parts = [render(*newest(results, release), tries(results, release)) for release in releases(results)]
+    return "\n".join(parts) or "Not run yet.\n"
 
 
 def _row(profile: str, run: Mapping[str, Any], base: Mapping[str, Any] | None) -> str:
@@ -384,9 +396,9 @@ def _ms(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def replace_section(page: str, section: str) -> str:
+def replace_section(page: str, text: str) -> str:
     """``page`` with the text between the two marks replaced; the marks are added at its end when it has none."""
-    body = f"{BEGIN}\n{section}{END}\n"
+    body = f"{BEGIN}\n{text}{END}\n"
     if BEGIN not in page:
         return f"{page.rstrip()}\n\n## kvfleet's own playbooks on a GPU\n\n{body}"
     before, _, rest = page.partition(BEGIN)
@@ -400,7 +412,6 @@ def main(collected: Sequence[Path], results: Path | None, document: Path | None)
     for folder in collected:
         for path in store(folder, results):
             print(path)
-    records, summary = newest(results)
-    document.write_text(replace_section(document.read_text(), render(records, summary, tries(results))))
+    document.write_text(replace_section(document.read_text(), section(results)))
     print(document)
     return 0

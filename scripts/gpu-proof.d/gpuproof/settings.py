@@ -39,20 +39,30 @@ PROVIDED: Mapping[str, Mapping[str, str | None]] = {
 #: installation. FlashInfer is among them on purpose: without it the engine samples with PyTorch, which greedy answers
 #: do not notice, and the first start does not compile its kernels for minutes.
 _LEFT_OUT_OF_BOTH = (
-    "awscrt", "cryptography", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
+    "awscrt", "cuda-core", "cuda-python", "cuda-tile", "cuda-toolkit", "cufile-python",
     "fastapi-cloud-cli", "fastar", "flashinfer-python", "google-api-core", "google-auth", "google-cloud-bigtable",
     "google-cloud-core", "google-cloud-monitoring", "google-crc32c", "grpc-google-iam-v1", "grpcio-status", "iniconfig",
     "nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-nvcc", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl",
     "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13", "nvidia-nvvm", "opencv-python-headless",
     "proto-plus", "pynvvideocodec", "pytest", "quack-kernels", "redis", "rignore", "sentry-sdk", "setuptools-scm",
     "supervisor", "tilelang", "tokenspeed-mla", "tokenspeed-triton", "torch-c-dlpack-ext", "torchaudio", "torchcodec",
-    "torchvision", "vcs-versioning", "z3-solver",
+    "vcs-versioning", "z3-solver",
 )  # fmt: skip
 #: Packages of a release's lock that are not carried to such an image.
 LEFT_OUT: Mapping[str, Sequence[str]] = {
     "cu13-0.25.1-0.5.3": tuple(
-        sorted((*_LEFT_OUT_OF_BOTH, "cupy-cuda13x", "flashinfer-cubin", "nvidia-cuda-tileiras"))
+        sorted(
+            (
+                *_LEFT_OUT_OF_BOTH,
+                "cryptography",
+                "cupy-cuda13x",
+                "flashinfer-cubin",
+                "nvidia-cuda-tileiras",
+                "torchvision",
+            )
+        )
     ),
+    # the image's torchvision belongs to its own torch, and the cache server needs cryptography: both are carried
     "cu13-0.32.0-0.5.6": tuple(
         sorted(
             (
@@ -115,7 +125,7 @@ def runs(seed: int, small: bool = False, concurrencies: Sequence[int] = (8, 32))
 def profile_values(profile: str, small: bool = False) -> dict[str, Any]:
     """Inventory values of one profile; ``article`` is the article's hand settings on profile cpu."""
     plain, _, kind = profile.partition("-")
-    buffers = {"cpu": 1.0, "disk": 0.5, "article": 1.0} if small else {"cpu": 20, "disk": 5, "article": 20}
+    buffers = {"cpu": 1.0, "disk": 0.5, "article": 1.0} if small else {"cpu": 24, "disk": 5, "article": 20}
     values: dict[str, Any] = {"kvfleet_profile": "cpu" if plain == "article" else plain}
     if plain in buffers:
         values["kvfleet_buffer_gib_per_gpu"] = buffers[plain] / (2 if kind == "tp2" else 1)
