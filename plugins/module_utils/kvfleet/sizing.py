@@ -974,6 +974,14 @@ class _Planner:
             budgets[node] = free * size / total - engines - SERVER_OVERHEAD_GIB[self.accelerator] * len(servers)
         return budgets
 
+    @property
+    def _held_share(self) -> float:
+        """Share of a buffer that holds chunks before any is evicted (seen on an H200, docs/sizing.md).
+
+        The cache server evicts above its watermark, LMCache inside the engine when an allocation fails.
+        """
+        return DEFAULT_WATERMARK if self.mode == "mp" else 1.0
+
     def _wanted_buffer(self, draft: _Draft) -> None:
         own = draft.settings.get("buffer_gib_per_gpu")
         if own is not None:
@@ -991,7 +999,7 @@ class _Planner:
                     least_gib=least,
                 )
             return
-        working_set = draft.settings.get("working_set_gib")
+        working_set = float(draft.settings.get("working_set_gib") or 0) / self._held_share
         if draft.gpus:
             smallest = min(int(gpu["memory_mib"]) for gpu in draft.gpus)
             exact = article_buffer_gib(smallest, draft.utilization or pools.DEFAULT_UTILIZATION)
@@ -1003,9 +1011,12 @@ class _Planner:
             total = int((self.host.get("memory") or {}).get("total_bytes") or 0) / GIB
             rule = max(MINIMUM_BUFFER_GIB, math.floor(total / 8))
             reason = "an eighth of the host's RAM, at least 1 GiB"
-        if working_set and working_set / draft.ranks > rule:
+        if working_set / draft.ranks > rule:
             rule = math.ceil(working_set / draft.ranks * 2) / 2
-            reason = f"raised to the working set of {working_set:g} GiB over {draft.ranks} rank(s)"
+            reason = (
+                f"raised to hold the working set of {working_set * self._held_share:g} GiB over {draft.ranks} "
+                f"rank(s), of a buffer {self._held_share:.0%} before chunks are evicted"
+            )
         draft.buffer_wanted_gib = rule
         draft.reasons["buffer_gib_per_gpu"] = reason
 
@@ -1541,12 +1552,12 @@ class _Planner:
             "kv_bytes_total": total,
             "fits": {
                 "gpu": gpu_requests >= sessions,
-                "cpu": draft.profile != "gpu" and l1 * DEFAULT_WATERMARK >= total,
+                "cpu": draft.profile != "gpu" and l1 * self._held_share >= total,
                 "disk": draft.profile == "disk" and quota >= total,
             },
             "sessions_held": {
                 "gpu": int(gpu_requests),
-                "cpu": int(l1 * DEFAULT_WATERMARK // (context * draft.kv.stored_per_token))
+                "cpu": int(l1 * self._held_share // (context * draft.kv.stored_per_token))
                 if draft.profile != "gpu"
                 else 0,
                 "disk": int(quota // (context * draft.kv.stored_per_token)),
