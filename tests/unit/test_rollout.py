@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from ansible.inventory.manager import InventoryManager
 from ansible.module_utils.testing import patch_module_args
+from ansible.parsing.dataloader import DataLoader
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +19,7 @@ import rollout_gate
 from kvfleet.core import rollout
 from kvfleet.core.rollout import HostState, batch_sizes, check_batches, refusals, table, too_many_lost, waves
 
+ROOT = Path(__file__).parents[2]
 ERROR = {"code": "KVF-DISK-003", "message": "No such disk.", "fix": "Set cache_disk_device.", "numbers": {}}
 
 
@@ -203,3 +207,16 @@ def test_a_failing_host_stops_the_rollout_after_its_batch(bad: str, left: set[st
     )  # fmt: skip
     assert done.returncode == 2
     assert {path.name for path in tmp_path.glob("h?.*")} == left
+
+
+def test_hosts_go_in_the_order_of_the_inventory_not_in_that_of_their_planning(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yml"
+    hosts.write_text("all: {hosts: {c: {}, a: {}, b: {}}}\n")
+    manager = InventoryManager(loader=DataLoader(), sources=[str(hosts)])
+    # group_by adds a host when its planning has ended
+    manager.add_group("kvfleet_wave_serving")
+    for name in ("b", "a", "c"):
+        manager.add_host(name, "kvfleet_wave_serving")
+    plays = yaml.safe_load((ROOT / "playbooks" / "waves.yml").read_text())
+    pattern = next(play["hosts"] for play in plays if "kvfleet_wave_serving" in play["hosts"])
+    assert [host.name for host in manager.list_hosts(pattern)] == ["c", "a", "b"]
