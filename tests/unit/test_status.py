@@ -200,7 +200,9 @@ def test_a_bare_host_is_observed_without_an_error(plan: dict[str, Any], tmp_path
 def test_observing_reads_units_mount_and_records(plan: dict[str, Any], tmp_path: Path) -> None:
     units = tmp_path / "units"
     units.mkdir()
-    (units / "kvfleet-vllm@default.service").write_text("[Service]\nExecStart=/x --port 1\n")
+    (units / "kvfleet-vllm@default.service").write_text(
+        "[Service]\nExecStart=/opt/kvfleet/libexec/kvfleet-unit exec -- /x --port 1\n"
+    )
     (units / "kvfleet-vllm@gone.service").write_text("[Service]\n")
     (units / "other.service").write_text("")
     (tmp_path / "proc" / "self").mkdir(parents=True)
@@ -224,6 +226,8 @@ def test_observing_reads_units_mount_and_records(plan: dict[str, Any], tmp_path:
     )  # fmt: skip
     assert found["strays"] == ["kvfleet-vllm@gone.service"]
     assert found["units"]["kvfleet-vllm@default.service"]["restarts"] == 2
+    # with an API key the helper becomes the engine; the plan knows the engine's own command
+    assert found["units"]["kvfleet-vllm@default.service"]["command"] == ["/x", "--port", "1"]
     assert found["health"]["units"]["u.service"]["reason"] == "full"
     assert 20 <= found["health"]["age_s"] < 60
     assert found["units"]["kvfleet-vllm@default.service"]["on_disk"] == "digest-now"

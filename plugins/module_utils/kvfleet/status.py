@@ -181,6 +181,9 @@ def _unit(name: str, run: CommandRunner, units: Path, run_directory: Path, helpe
     shown = _show(run, name, "LoadState,ActiveState,SubState,UnitFileState,NeedDaemonReload,NRestarts,Result")
     try:
         command, environment = unit_file_words((units / name).read_text(encoding="utf-8", errors="replace"))
+        # with an API key the helper hands it over and becomes the engine: what the plan names stands behind
+        if command[:3] == [helper, "exec", "--"]:
+            command = command[3:]
         present = True
     except OSError:
         command, environment, present = [], {}, False
