@@ -184,6 +184,30 @@ def test_a_restore_brings_back_exactly_what_was_proved(plan: dict[str, Any], uni
     assert restore(newer, units)["files"] == []
 
 
+def test_what_is_restored_is_watched_as_before(plan: dict[str, Any], units: Path) -> None:
+    etc = Path(plan["paths"]["etc"])
+    (units / "kvfleet-watch.timer").write_text("[Timer]\nOnActiveSec=15\n")
+    (units / "kvfleet-watch.service").write_text("[Service]\nExecStart=/watch\n")
+    (etc / "kvfleet-watch.json").write_text('{"a": 8000}\n')
+    prove(plan, units)
+    keep(plan, units)
+    (units / "kvfleet-watch.timer").write_text("[Timer]\nOnActiveSec=60\n")
+    (etc / "kvfleet-watch.json").write_text('{"b": 9000}\n')
+    # a change that fails stops the watcher first
+    assert restore(plan, units)["units"] == ["kvfleet-vllm@a.service", "kvfleet-watch.timer"]
+    assert (units / "kvfleet-watch.timer").read_text() == "[Timer]\nOnActiveSec=15\n"
+    assert (etc / "kvfleet-watch.json").read_text() == '{"a": 8000}\n'
+
+
+def test_other_settings_of_the_watcher_are_kept_without_a_proof(plan: dict[str, Any], units: Path) -> None:
+    (units / "kvfleet-watch.timer").write_text("[Timer]\nOnActiveSec=15\n")
+    prove(plan, units)
+    assert keep(plan, units) is True
+    (units / "kvfleet-watch.timer").write_text("[Timer]\nOnActiveSec=60\n")
+    assert keep(plan, units) is True
+    assert keep(plan, units) is False
+
+
 def test_without_a_proved_state_there_is_no_way_back(plan: dict[str, Any], units: Path) -> None:
     with pytest.raises(KvfleetError, match="KVF-HOST-083"):
         restore(plan, units)

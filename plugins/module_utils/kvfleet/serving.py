@@ -30,6 +30,7 @@ SNAPSHOT = Path("proved") / "snapshot.json"
 #: below the root of the releases: ``ready`` exists while the host takes traffic, ``state.json`` says why not
 TRAFFIC = "traffic"
 _TARGET = "kvfleet.target"
+_WATCH = "kvfleet-watch.timer"
 
 Fetch = Callable[[str, str], str]
 
@@ -179,7 +180,8 @@ def take(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY) -
     parts = proof.fingerprint(plan, files)
     if record is None or proof.difference(record, parts, "smoke"):
         return None
-    extra = [unit_directory / _TARGET, Path(str(plan["paths"]["etc"])) / "plan.json"]
+    etc = Path(str(plan["paths"]["etc"]))
+    extra = [unit_directory / _TARGET, etc / "plan.json", *_watch_files(etc, unit_directory)]
     return {
         "schema": 1,
         "fingerprint": parts["all"],
@@ -187,6 +189,11 @@ def take(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY) -
         "plan": dict(plan),
         "files": [_file(path) for path in [*files, *(path for path in extra if path.is_file())]],
     }
+
+
+def _watch_files(etc: Path, unit_directory: Path) -> list[Path]:
+    """Files of the watcher: no proof covers them, but what is restored has to be watched as before."""
+    return [unit_directory / "kvfleet-watch.service", unit_directory / _WATCH, etc / "kvfleet-watch.json"]
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -204,7 +211,7 @@ def keep(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY, *
     """Keep the present, proved state as the one to return to; says whether it was another one before."""
     made = take(plan, unit_directory)
     before = read_snapshot(plan)
-    if made is None or (before is not None and before["fingerprint"] == made["fingerprint"]):
+    if made is None or (before is not None and all(before[key] == made[key] for key in ("fingerprint", "files"))):
         return False
     if not dry_run:
         path = snapshot_path(plan)
@@ -258,7 +265,9 @@ def restore(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY
             touched.append(name)
     if engine.switch(layout, release):
         touched.append(str(layout.current))
-    return {"plan": found["plan"], "units": proof.unit_names(found["plan"]), "files": sorted(touched)}
+    # the change that failed may have stopped the watcher
+    watch = [_WATCH] if (unit_directory / _WATCH).is_file() else []
+    return {"plan": found["plan"], "units": proof.unit_names(found["plan"]) + watch, "files": sorted(touched)}
 
 
 def _write(path: Path, text: str, mode: int, uid: int | None = None, gid: int | None = None) -> None:
