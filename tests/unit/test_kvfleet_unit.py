@@ -296,6 +296,12 @@ def test_a_reserved_segment_has_all_its_pages(helper, monkeypatch):
         shutil.rmtree(folder)
 
 
+def test_a_server_without_that_segment_starts(helper, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(helper, "SHARED_MEMORY", tmp_path)
+    helper.reserve("lmcache_l1_pool_x")
+    assert "nothing is set aside" in capsys.readouterr().out
+
+
 def test_forget_removes_the_tier_and_settings_of_that_unit_only(helper, tmp_path, monkeypatch):
     mounted(monkeypatch, tmp_path)
     (tmp_path / ".kvfleet.json").touch()
