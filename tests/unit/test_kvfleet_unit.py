@@ -7,6 +7,9 @@ import mmap
 import os
 import pwd
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -472,7 +475,17 @@ MOUNT = "var-cache-kvfleet.mount"
         ("kvfleet-lmcache@0.service", {}, "inactive"),
         ("kvfleet-lmcache@0.service", {MOUNT: {"ActiveState": "inactive"}}, "blocked"),
         ("kvfleet-lmcache@0.service", {MOUNT: {"ActiveState": "failed"}}, "blocked"),
-        ("kvfleet-lmcache@0.service", {"kvfleet-lmcache@0.service": {"AssertResult": "no"}}, "blocked"),
+        (
+            "kvfleet-lmcache@0.service",
+            {"kvfleet-lmcache@0.service": {"AssertResult": "no", "AssertTimestampMonotonic": "7"}},
+            "blocked",
+        ),
+        # as systemd 252 shows a unit that never started
+        (
+            "kvfleet-lmcache@0.service",
+            {"kvfleet-lmcache@0.service": {"AssertResult": "no", "AssertTimestampMonotonic": "0"}},
+            "inactive",
+        ),
         # still waiting for the disk at boot
         (
             "kvfleet-lmcache@0.service",
@@ -498,6 +511,56 @@ def test_a_unit_that_waits_for_its_partition_for_ever_is_blocked(helper, unit, c
     result = helper.look_at({"unit": unit, "http_port": 1}, SETTINGS, {}, 1.0, units.__getitem__, None)
     assert result["state"] == state
     assert (MOUNT in result["reason"] or "not mounted" in result["reason"]) is (state == "blocked")
+
+
+@pytest.mark.parametrize("unit", ["kvfleet-lmcache@0.service", "kvfleet-vllm@a.service"])
+@pytest.mark.parametrize(
+    ("mount", "before", "started"),
+    [("active", "blocked", True), ("inactive", "blocked", False), ("active", "inactive", False)],
+)
+def test_what_was_blocked_is_started_when_its_partition_is_back(helper, unit, mount, before, started):
+    """What somebody stopped stays down."""
+    units = {
+        MOUNT: {"ActiveState": mount},
+        "kvfleet-lmcache@0.service": {"ActiveState": "inactive", "Job": "0", "Requires": MOUNT},
+        "kvfleet-vllm@a.service": {"ActiveState": "inactive", "Job": "0", "Requires": "kvfleet-lmcache@0.service"},
+    }
+    acts = []
+    helper.look_at(
+        {"unit": unit}, SETTINGS, {"state": before}, 1.0, units.__getitem__, lambda *words: acts.append(words)
+    )
+    assert acts == ([("start", "--no-block", unit)] if started else [])
+
+
+#: an API server: ends at SIGTERM, or waits for ever; an engine below it ends by itself
+API_SERVER = """
+import signal, subprocess, sys, time
+engine = subprocess.Popen([sys.executable, "-c", "open('/proc/self/comm', 'w').write('VLLM::EngineCor');"
+                           " import time; print('up', flush=True); time.sleep(float(ENGINE_S))"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0) if POLITE else None)
+while True:
+    time.sleep(0.1)
+    engine.poll()
+"""
+
+
+@pytest.mark.parametrize(("polite", "engine_s", "status"), [(True, 9, 0), (False, 1.5, -signal.SIGHUP)])
+def test_an_api_server_that_waits_for_an_engine_that_is_gone_is_ended(helper, monkeypatch, polite, engine_s, status):
+    monkeypatch.setattr(helper, "PROC", Path("/proc"))
+    text = API_SERVER.replace("ENGINE_S", str(engine_s)).replace("POLITE", str(polite))
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout.readline() == "up\n"
+            monkeypatch.setenv("MAINPID", str(server.pid))
+            assert helper.engine_runs(server.pid)
+            began = time.monotonic()
+            helper.stop_instance(patience_s=0.5)
+            took = time.monotonic() - began
+            assert server.wait(5) == status
+        finally:
+            server.kill()
+    # never while the engine still drains
+    assert (took >= 1) is (not polite)
 
 
 @pytest.mark.parametrize("state", ["blocked", "failed", "degraded", "refuses"])
