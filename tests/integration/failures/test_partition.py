@@ -9,27 +9,28 @@ from failing import DATA, ENGINE, HOST, MOUNT, SERVER, fill, tool
 pytestmark = pytest.mark.root
 
 
+def trouble(host, breaks, mends):
+    """Break the partition under load, mend it when the watcher says so; what clients saw, and what it said."""
+    host.begin()
+    injected = host.now()
+    host.sh(breaks)
+    host.wait("the watcher says it", lambda: host.health(SERVER).get("state") == "degraded")
+    reason = host.health(SERVER)["reason"]
+    host.sh(mends)
+    host.wait("well", host.well)
+    return host.end(injected), reason
+
+
 def test_partition_full(ready, record):
-    ready.begin()
-    injected = ready.now()
-    ready.sh(f"dd if=/dev/zero of={MOUNT}/filler bs=4M 2>/dev/null; true")
-    ready.wait("the watcher says it", lambda: ready.health(SERVER).get("state") == "degraded")
-    reason = ready.health(SERVER)["reason"]
-    ready.sh(f"rm -f {MOUNT}/filler")
-    ready.wait("well", ready.well)
-    outcome = ready.end(injected)
+    outcome, reason = trouble(
+        ready, f"dd if=/dev/zero of={MOUNT}/filler bs=4M 2>/dev/null; true", f"rm -f {MOUNT}/filler"
+    )
     record("cache partition full", outcome, f"status: {reason}; nothing new is stored")
 
 
 def test_partition_read_only(ready, record):
-    ready.begin()
-    injected = ready.now()
-    ready.sh(f"mount -o remount,ro {MOUNT}")
-    ready.wait("the watcher says it", lambda: ready.health(SERVER).get("state") == "degraded")
-    reason = ready.health(SERVER)["reason"]
-    ready.sh(f"mount -o remount,rw {MOUNT}")
-    ready.wait("well", ready.well)
-    record("partition remounted read-only", ready.end(injected), f"status: {reason}")
+    outcome, reason = trouble(ready, f"mount -o remount,ro {MOUNT}", f"mount -o remount,rw {MOUNT}")
+    record("partition remounted read-only", outcome, f"status: {reason}")
 
 
 def test_partition_unmounted_while_serving(ready, record):
@@ -72,15 +73,13 @@ def test_partition_stopped_and_mounted_again(ready, record):
 
 
 def test_owner_of_the_cache_directory_changed(ready, record):
-    ready.begin()
-    injected = ready.now()
     tier = ready.sh(f"ls -d {DATA}/0/*").split()[0]
-    ready.sh(f"chown root:root {tier} && chmod 0700 {tier}")
-    ready.wait("the watcher says it", lambda: ready.health(SERVER).get("state") == "degraded")
-    reason = ready.health(SERVER)["reason"]
-    ready.sh(f"chown kvfleet:kvfleet {tier} && chmod 0750 {tier}")
-    ready.wait("well", ready.well)
-    record("owner of the cache directory changed", ready.end(injected), f"status: {reason}; by hand: give it back")
+    outcome, reason = trouble(
+        ready,
+        f"chown root:root {tier} && chmod 0700 {tier}",
+        f"chown kvfleet:kvfleet {tier} && chmod 0750 {tier}",
+    )
+    record("owner of the cache directory changed", outcome, f"status: {reason}; by hand: give it back")
 
 
 def test_disk_reports_errors(ready, record, tmp_path):
