@@ -1,5 +1,6 @@
 """The helper that units call: digests, tier preparation, readiness, clean-up, health."""
 
+import errno
 import importlib.machinery
 import importlib.util
 import json
@@ -511,6 +512,22 @@ def test_a_unit_that_waits_for_its_partition_for_ever_is_blocked(helper, unit, c
     result = helper.look_at({"unit": unit, "http_port": 1}, SETTINGS, {}, 1.0, units.__getitem__, None)
     assert result["state"] == state
     assert (MOUNT in result["reason"] or "not mounted" in result["reason"]) is (state == "blocked")
+
+
+@pytest.mark.parametrize(("number", "told"), [(None, False), (errno.EIO, True), (errno.EINVAL, False)])
+def test_a_disk_that_cannot_be_read_is_told(helper, monkeypatch, tmp_path, number, told):
+    tier = tmp_path / "tier"
+    (tier / "a").mkdir(parents=True)
+    assert helper.read_error(tier) == ""
+    (tier / "a" / "x.data").write_bytes(b"x" * 8192)
+    if number is not None:
+
+        def fails(*_):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(helper.os, "preadv", fails)
+    found = helper.read_error(tier)
+    assert found == (f"{tier}/a/x.data: Input/output error" if told else "")
 
 
 @pytest.mark.parametrize("unit", ["kvfleet-lmcache@0.service", "kvfleet-vllm@a.service"])
