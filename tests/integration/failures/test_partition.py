@@ -113,7 +113,7 @@ def test_disk_reports_errors(ready, record, tmp_path):
         assert "Input/output error" in direct
     finally:
         try:
-            # the mount goes away only when its last user has; e2fsck must not see it mounted
+            # stopping only the target does not wait for its services, and their own view of the mount keeps the disk
             ready.sh(
                 f"systemctl stop kvfleet.target {ENGINE} {SERVER};"
                 f" for i in $(seq 30); do mountpoint -q {MOUNT} || break; umount {MOUNT}; sleep 1; done;"
@@ -128,6 +128,6 @@ def test_disk_reports_errors(ready, record, tmp_path):
     ready.wait("well with the repaired disk", ready.well)
     record(
         "I/O errors of the cache disk", outcome,
-        f"status: {said}; by hand: `systemctl stop kvfleet.target`, unmount, `e2fsck` or another disk, then"
+        f"status: {said}; by hand: `systemctl stop var-cache-kvfleet.mount`, `e2fsck` or another disk, then"
         " `systemctl start var-cache-kvfleet.mount kvfleet.target`",
     )  # fmt: skip
