@@ -130,6 +130,11 @@ def test_enabled_means_every_link_that_the_file_asks_for(tmp_path: Path):
         (tmp_path / f"{other}.wants").mkdir()
         (tmp_path / f"{other}.wants/kvfleet.target").symlink_to(target)
     assert control.is_enabled("kvfleet.target")
+    # a link of an earlier version of the file, which systemctl enable leaves
+    target.write_text("[Install]\nWantedBy=multi-user.target\n")
+    assert not control.is_enabled("kvfleet.target")
+    control.apply(UnitActions(enable=["kvfleet.target"]), 1)
+    assert not (tmp_path / "a.mount.wants/kvfleet.target").is_symlink()
 
 
 def test_service_of_a_wanted_timer_is_no_stray(tmp_path: Path):

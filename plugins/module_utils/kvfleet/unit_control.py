@@ -7,6 +7,7 @@ would otherwise leave the old process running for ever.
 
 from __future__ import annotations
 
+import glob
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -110,13 +111,20 @@ class UnitControl:
         )
 
     def is_enabled(self, unit: str) -> bool:
-        """Whether ``unit`` is enabled, for all that its file names: systemd says so after the first link already."""
+        """Whether ``unit`` is enabled for exactly what its file names: systemd says so after the first link already.
+
+        ``systemctl enable`` leaves the links of an earlier version of the file.
+        """
         if self._show(unit, "UnitFileState").get("UnitFileState") != "enabled":
             return False
         path = self._unit_directory / unit
         lines = path.read_text().splitlines() if path.is_file() else []
         wanted = [word for line in lines if line.startswith("WantedBy=") for word in line[len("WantedBy=") :].split()]
-        return all((self._unit_directory / f"{other}.wants" / unit).is_symlink() for other in wanted)
+        return self._links(unit) == {self._unit_directory / f"{other}.wants" / unit for other in wanted}
+
+    def _links(self, unit: str) -> set[Path]:
+        """Links by which others want ``unit``."""
+        return {path for path in self._unit_directory.glob(f"*.wants/{glob.escape(unit)}") if path.is_symlink()}
 
     def strays(self, owned_prefixes: Sequence[str], wanted: Sequence[str]) -> list[str]:
         """Unit files of ours that are not wanted; an instance before the server that it needs."""
@@ -152,6 +160,9 @@ class UnitControl:
             self._systemctl("daemon-reload")
         for unit in actions.stop:
             self._systemctl("stop", unit, timeout_s=timeout_s)
+        for unit in actions.enable:
+            for link in self._links(unit):
+                link.unlink()
         if actions.enable:
             self._systemctl("enable", *actions.enable)
         for unit in actions.start:
