@@ -1016,7 +1016,8 @@ def unmounted(run: DiskRun) -> dict[str, Any]:
                 raise refuse(
                     "KVF-DISK-055",
                     f"{settings.mount_point} is in use by {', '.join(users[:8])}; nothing was changed.",
-                    "Stop those processes (kvfleet's own with systemctl stop 'kvfleet-vllm@*' 'kvfleet-lmcache@*'), then run again.",
+                    "Stop those processes (kvfleet's own with systemctl stop 'kvfleet-vllm@*' 'kvfleet-lmcache@*'), "
+                    "then run again.",
                 )
             step = f"unmount {settings.mount_point}"
             _command(run, step, ["systemctl", "stop", unit])
