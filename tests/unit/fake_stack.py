@@ -36,6 +36,7 @@ class FakeStack:
         self.skip_loads_of_whole_prompts = False
         self.forget_whole_prompts = False
         self.secret_pool_blocks = 0
+        self.prefix_caching = True
         self.status = None
         self.no_tokens = False
         self.clock_s = 0.0
@@ -83,7 +84,7 @@ class FakeStack:
             blocks = [(salt, tuple(prompt[: end + BLOCK])) for end in range(0, len(prompt) - BLOCK + 1, BLOCK)]
             local = 0
             for key in blocks:
-                if key not in self.pool:
+                if key not in self.pool or not self.prefix_caching:
                     break
                 local += BLOCK
             local = min(local, (len(prompt) - 1) // BLOCK * BLOCK)

@@ -158,6 +158,18 @@ def test_gpu_profile_shows_the_engines_own_cache():
     assert result["ttft_ms"]["ram"] is None
 
 
+def test_an_engine_whose_cache_the_inventory_switched_off_need_not_hit_it():
+    stack = FakeStack(profile="gpu", pool_blocks=24)
+    stack.prefix_caching = False
+    assert codes(proof(stack).run()) == ["KVF-BENCH-011"], "nobody said that it should be off"
+    checked = proof(stack)
+    checked.instance = {**checked.instance, "engine_flags": {"enable-prefix-caching": False}}
+    result = checked.run()
+    assert codes(result) == []
+    assert result["hit_tokens"]["engine_cache"] is None
+    assert "prefix caching is off" in result["notes"][0]
+
+
 def test_a_host_with_traffic_keeps_its_ram_tier():
     stack = FakeStack()
     result = proof(stack, may_clear=False).run()

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
-from . import metrics
+from . import flags, metrics
 from .findings import Finding, KvfleetError, refuse
 from .http import Client, HttpFailure
 
@@ -387,8 +387,7 @@ class InstanceProof:
         self.result["prefill_tokens_per_s"] = size.tokens / (cold.ttft_ms / 1000)
         self.result["decode_ms_per_token"] = (cold.total_ms - cold.ttft_ms) / max(1, len(cold.tokens) - 1)
         if self.instance["profile"] == "gpu":
-            repeat = self._pass("engine_cache", prompt, size, expect="engine_cache")
-            self._compare("the engine's own cache", cold, repeat)
+            self._repeat_in_the_engine(prompt, size, cold)
             return
         self.tiers_apart = metrics.tells_tiers_apart(self._cache_metrics())
         if not self.tiers_apart:
@@ -426,6 +425,16 @@ class InstanceProof:
         self.cache.post_json("/cache/clear", {}, self.limits.request_s)
         disk = self._pass("disk", prompt, size, expect="disk")
         self._compare("disk", cold, disk)
+
+    def _repeat_in_the_engine(self, prompt: Sequence[int], size: PromptSize, cold: Completion) -> None:
+        """The repeat comes from the engine's own cache, unless the inventory switched that off."""
+        if "--no-enable-prefix-caching" in flags.words(self.instance.get("engine_flags") or {}):
+            self.notes.append("prefix caching is off (kvfleet_engine_flags): a repeated prompt is computed again")
+            again = completion(self.engine, self.model, prompt, self.salt, timeout_s=self.limits.request_s)
+            self._compare("a second computation", cold, again)
+            return
+        repeat = self._pass("engine_cache", prompt, size, expect="engine_cache")
+        self._compare("the engine's own cache", cold, repeat)
 
     def _affordable(self, size: PromptSize, chunk: int, tokens_per_s: float) -> PromptSize:
         """``size``, or a shorter prompt where computing it would take more than ``limits.cold_s`` seconds."""

@@ -18,7 +18,7 @@ def describe(folder: Path) -> None:
     entry = tool("inventory", HOST).stdout
     (folder / "hosts.yml").write_text("all:\n  hosts:\n" + "".join(f"    {line}\n" for line in entry.splitlines()))
     (folder / "group_vars").mkdir()
-    values = (HERE / "values.yml").read_text() + f"smoke_benchmark_results_dir: {folder / 'results'}\n"
+    values = (HERE / "values.yml").read_text() + f"smoke_benchmark_results_dir: {folder.parent / 'results'}\n"
     (folder / "group_vars" / "all.yml").write_text(values)
 
 
