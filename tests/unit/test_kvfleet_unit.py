@@ -9,6 +9,7 @@ import os
 import pwd
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -298,6 +299,14 @@ def test_a_reserved_segment_has_all_its_pages(helper, monkeypatch):
             helper.reserve("pool")
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_port_that_somebody_has_is_named_before_the_start(helper):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit, match=rf"127.0.0.1:{port}: Address already in use; .*sport = :{port}"):
+            helper.check_ports_free("127.0.0.1", [port])
+    helper.check_ports_free("127.0.0.1", [port])
 
 
 def test_a_server_without_that_segment_starts(helper, tmp_path, monkeypatch, capsys):

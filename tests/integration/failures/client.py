@@ -42,6 +42,9 @@ def ask(number, timeout_s=120, **extra):
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - always http
             choice = json.loads(answer.read())["choices"][0]
+            if choice["finish_reason"] not in ("length", "stop"):
+                # an answer that says itself that it was cut short is lost, not wrong
+                return None, f"cut short ({choice['finish_reason']})"
             return choice["logprobs"]["tokens"], None
     except urllib.error.HTTPError as error:
         return None, f"HTTP {error.code}"
