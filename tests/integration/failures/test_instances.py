@@ -28,7 +28,7 @@ def words(host, unit):
 
 def second_answers(host):
     """Whether the second instance generates."""
-    return host.completion(8001, {"model": "second", "prompt": "x", "max_tokens": 1}) == 200
+    return host.completion(8001, {"model": "tiny", "prompt": "x", "max_tokens": 1}) == 200
 
 
 @pytest.fixture(scope="module")
