@@ -999,7 +999,8 @@ class _Planner:
                     least_gib=least,
                 )
             return
-        working_set = float(draft.settings.get("working_set_gib") or 0) / self._held_share
+        working_set = float(draft.settings.get("working_set_gib") or 0)
+        holds_it = working_set / self._held_share / draft.ranks
         if draft.gpus:
             smallest = min(int(gpu["memory_mib"]) for gpu in draft.gpus)
             exact = article_buffer_gib(smallest, draft.utilization or pools.DEFAULT_UTILIZATION)
@@ -1011,10 +1012,10 @@ class _Planner:
             total = int((self.host.get("memory") or {}).get("total_bytes") or 0) / GIB
             rule = max(MINIMUM_BUFFER_GIB, math.floor(total / 8))
             reason = "an eighth of the host's RAM, at least 1 GiB"
-        if working_set / draft.ranks > rule:
-            rule = math.ceil(working_set / draft.ranks * 2) / 2
+        if holds_it > rule:
+            rule = math.ceil(holds_it * 2) / 2
             reason = (
-                f"raised to hold the working set of {working_set * self._held_share:g} GiB over {draft.ranks} "
+                f"raised to hold the working set of {working_set:g} GiB over {draft.ranks} "
                 f"rank(s), of a buffer {self._held_share:.0%} before chunks are evicted"
             )
         draft.buffer_wanted_gib = rule
