@@ -75,6 +75,18 @@ def option(command, name):
     return command[command.index(name) + 1]
 
 
+def test_every_client_of_a_server_has_its_own_thread():
+    p = plan()
+    other = {**copy.deepcopy(p["instances"][0]), "name": "other", "tensor_parallel_size": 4, "port": 8001}
+    elsewhere = {**copy.deepcopy(p["instances"][0]), "name": "elsewhere", "server": "1", "port": 8002}
+    p["instances"] += [other, elsewhere]
+    p["servers"][0]["instances"] = ["llama8b", "other"]
+    services.attach_commands(p)
+    # 2 + 4 ranks store and load, two schedulers look up
+    assert option(p["servers"][0]["command"], "--max-gpu-workers") == "6"
+    assert option(p["servers"][0]["command"], "--max-cpu-workers") == "2"
+
+
 def test_server_bounds_its_disk_tier():
     p = plan()
     services.attach_commands(p)

@@ -138,6 +138,7 @@ def tier_fingerprint(plan: dict[str, Any], server: dict[str, Any], served: list[
 
 def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
     """Argument list of one LMCache server; sizes in GiB, and loopback only: its ports know no authentication."""
+    served = [instance for instance in plan["instances"] if instance["name"] in server["instances"]]
     command = [
         f"{plan['paths']['current']}/bin/lmcache",
         "server",
@@ -150,7 +151,10 @@ def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
         "--eviction-policy", "LRU",
         "--eviction-trigger-watermark", _number(server["eviction_trigger_watermark"]),
         "--eviction-ratio", _number(server["eviction_ratio"]),
-        "--max-gpu-workers", str(max(1, len(server["instances"]))),
+        # every rank of an instance is a client of its own for stores and loads, its scheduler one for lookups
+        # (lmcache 0.5.6, v1/multiprocess/affinity_pool.py); fewer threads and they wait for each other
+        "--max-gpu-workers", str(max(1, sum(int(instance["tensor_parallel_size"]) for instance in served))),
+        "--max-cpu-workers", str(max(1, len(served))),
     ]  # fmt: skip
     if plan["host"]["accelerator"] == "cpu":
         # the CPU engine picks engine_driven transfers, which the server's default mode refuses without a word
