@@ -208,6 +208,21 @@ def test_a_trial_adds_its_words_to_the_engine_and_to_nothing_else() -> None:
     assert host.Change().unit(UNIT) == UNIT
     with pytest.raises(host.ProofError, match="no ExecStart"):
         host.Change(("--name",)).unit("[Service]\n")
+    # the server's words are the server's alone
+    change = host.Change(server_flags=("--chunk-size", "64"))
+    assert change.unit(UNIT) == UNIT
+    assert '  --max-num-seqs 32 \\\n  "--chunk-size" "64"\nExecStartPost=/ready\n' in change.server_unit(UNIT)
+
+
+def test_units_learn_what_the_host_says_about_traffic_between_gpus() -> None:
+    said = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "HOME": "/"}
+    assert host.host_environment(said) == {
+        "NCCL_NVLS_ENABLE": "0",
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    }
+    assert host.host_environment({"HOME": "/"}) == {}
 
 
 def test_the_load_is_one_that_the_instance_can_take() -> None:

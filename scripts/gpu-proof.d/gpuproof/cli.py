@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--flags", default="", help="words added to the engine's command line")
             one.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE", help="of the unit")
             one.add_argument("--lmcache", default="{}", metavar="JSON", help="settings of LMCache inside the engine")
+            one.add_argument("--server-flags", default="", help="words added to the command line of LMCache's server")
         if name in ("run", "try"):
             one.add_argument("--budget", type=float, default=540.0, help="seconds until everything must have ended")
             one.add_argument("--concurrency", default="", help="points of the load, as 1,4,8,16,32 (default: 8,32)")
@@ -112,7 +113,10 @@ def _dispatch(options: argparse.Namespace) -> int:
             options.home, profiles, options.budget, options.disk_gib, options.output, values, _points(options)
         )
     if options.command == "try":
-        change = host.Change(tuple(shlex.split(options.flags)), tuple(options.environment), json.loads(options.lmcache))
+        change = host.Change(
+            tuple(shlex.split(options.flags)), tuple(options.environment), json.loads(options.lmcache),
+            tuple(shlex.split(options.server_flags)),
+        )  # fmt: skip
         return host.attempt(options.home, options.name, change, options.budget, options.output, _points(options))
     return host.collect(options.home, options.output)
 

@@ -449,16 +449,35 @@ def _inventory(home: Home, proof: Mapping[str, Any]) -> None:
     )
     if model.has_weights(Path(settings.MODEL_ON_HOST)):
         values.pop("kvfleet_load_format", None)
+    words = host_environment(os.environ)
     if proof["reduced"]:
         # FlashInfer is not carried; without this vLLM takes it for granted
+        words["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if words:
         drop_in = Path(f"/etc/systemd/system/kvfleet-vllm@{settings.INSTANCE}.service.d/gpu-proof.conf")
         drop_in.parent.mkdir(parents=True, exist_ok=True)
-        drop_in.write_text("[Service]\nEnvironment=VLLM_USE_FLASHINFER_SAMPLER=0\n")
+        lines = [f"Environment={systemd_word(f'{name}={value}')}" for name, value in sorted(words.items())]
+        drop_in.write_text("\n".join(["[Service]", *lines, ""]))
     target = home / "inventory"
     target.mkdir(exist_ok=True)
     (target / "hosts.yml").write_text(
         json.dumps({"all": {"hosts": {settings.HOST: {}}, "vars": values}}, indent=1) + "\n"
     )
+
+
+#: names by which a host tells programs how its GPUs may talk to each other
+_BETWEEN_GPUS = ("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_", "TORCH_NCCL_")
+
+
+def host_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the host's own environment says about traffic between its GPUs; units would start without it.
+
+    Where it forbids NVLink's multicast (``NCCL_NVLS_ENABLE=0``), vLLM's all-reduce over symmetric memory is off too.
+    """
+    found = {name: value for name, value in environment.items() if name.startswith(_BETWEEN_GPUS)}
+    if found.get("NCCL_NVLS_ENABLE") == "0":
+        found["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+    return found
 
 
 def _copy_speed(home: Home) -> dict[str, float]:
@@ -645,17 +664,26 @@ class Change:
     environment: tuple[str, ...] = ()
     #: settings of LMCache inside the engine
     lmcache: Mapping[str, Any] = field(default_factory=dict)
+    #: words that follow the command line of LMCache's server
+    server_flags: tuple[str, ...] = ()
 
     def unit(self, text: str) -> str:
-        """The unit's text with its own environment and words."""
+        """The engine unit's text with its own environment and words."""
         lines = [f"Environment={systemd_word(word)}" for word in self.environment]
-        text = text.replace("[Service]\n", "\n".join(["[Service]", *lines, ""]), 1)
-        if not self.flags:
+        return self._with_words(text.replace("[Service]\n", "\n".join(["[Service]", *lines, ""]), 1), self.flags)
+
+    def server_unit(self, text: str) -> str:
+        """The text of the server's unit with its own words."""
+        return self._with_words(text, self.server_flags)
+
+    @staticmethod
+    def _with_words(text: str, flags: Sequence[str]) -> str:
+        if not flags:
             return text
         found = re.search(r"^ExecStart=(?:.*\\\n)*.*$", text, re.MULTILINE)
         if found is None:
             raise ProofError("The unit has no ExecStart line.")
-        words = " ".join(systemd_word(word) for word in self.flags)
+        words = " ".join(systemd_word(word) for word in flags)
         return f"{text[: found.end()]} \\\n  {words}{text[found.end() :]}"
 
 
@@ -681,11 +709,12 @@ def attempt(
         raise ProofError(f"{name!r} is no name for a trial: small letters, digits and dashes.")
     unit = Path(f"/etc/systemd/system/kvfleet-vllm@{settings.INSTANCE}.service")
     config = Path(f"/etc/kvfleet/kvfleet-vllm@{settings.INSTANCE}.lmcache.yaml")
+    server = Path("/etc/systemd/system/kvfleet-lmcache@0.service")
     target = home / "runs" / f"try-{name}"
     target.mkdir(parents=True, exist_ok=True)
     values = {**json.loads((home / "runs" / base / "values.json").read_text()), **_load(home.proof, concurrencies)}
     (target / "values.json").write_text(json.dumps(values, indent=1) + "\n")
-    texts = {path: path.read_text() for path in (unit, config) if path.exists()}
+    texts = {path: path.read_text() for path in (unit, config, server) if path.exists()}
     started = time.monotonic()
     try:
         unit.write_text(change.unit(texts[unit]))
@@ -693,8 +722,16 @@ def attempt(
             if config not in texts:
                 raise ProofError(f"Profile {base} has no settings of LMCache inside the engine to change.")
             config.write_text(json.dumps({**json.loads(texts[config]), **change.lmcache}, indent=1) + "\n")
+        if change.server_flags:
+            if server not in texts:
+                raise ProofError(f"Profile {base} has no LMCache server whose command line could change.")
+            server.write_text(change.server_unit(texts[server]))
         call("systemctl", "daemon-reload")
         call("systemctl", "stop", unit.name)
+        if server in texts:
+            # every trial begins with an empty tier
+            call("systemctl", "stop", server.name)
+            call("systemctl", "start", server.name, timeout_s=max(10.0, end - time.monotonic()))
         begun = call("systemctl", "start", unit.name, timeout_s=max(10.0, end - time.monotonic()))
         start_s = round(time.monotonic() - started, 1)
         say(f"try {name} on {base}: started with status {begun.returncode} after {start_s} s")
@@ -705,13 +742,16 @@ def attempt(
         journals = services.journals()
     finally:
         call("systemctl", "stop", unit.name)
+        if server in texts:
+            call("systemctl", "stop", server.name)
         for path, text in texts.items():
             path.write_text(text)
         call("systemctl", "daemon-reload")
     load = json.loads((target / "load.json").read_text()) if (target / "load.json").exists() else None
     if load:
         _thin(load)
-    changed = {"flags": list(change.flags), "environment": list(change.environment), "lmcache": dict(change.lmcache)}
+    changed = {"flags": list(change.flags), "environment": list(change.environment), "lmcache": dict(change.lmcache),
+               "server_flags": list(change.server_flags)}  # fmt: skip
     record = {
         "proof_profile": f"try-{name}", "base": base, "release": home.proof["release"],
         "time": datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ"), "ready": ready, "start_s": start_s,
