@@ -126,7 +126,11 @@ def profile_values(profile: str, small: bool = False) -> dict[str, Any]:
     """Inventory values of one profile; ``article`` is the article's hand settings on profile cpu."""
     plain, _, kind = profile.partition("-")
     buffers = {"cpu": 1.0, "disk": 0.5, "article": 1.0} if small else {"cpu": 24, "disk": 5, "article": 20}
-    values: dict[str, Any] = {"kvfleet_profile": "cpu" if plain == "article" else plain}
+    # a host with more GPUs than one would be planned as one instance over all of them
+    values: dict[str, Any] = {
+        "kvfleet_profile": "cpu" if plain == "article" else plain,
+        "kvfleet_tensor_parallel_size": 2 if kind == "tp2" else 1,
+    }
     if plain in buffers:
         values["kvfleet_buffer_gib_per_gpu"] = buffers[plain] / (2 if kind == "tp2" else 1)
     if plain == "article":
@@ -143,7 +147,6 @@ def profile_values(profile: str, small: bool = False) -> dict[str, Any]:
         values["kvfleet_kv_pool_gib"] = None
     if kind == "tp2":
         # the pool of one GPU in two halves: the same number of tokens
-        values["kvfleet_tensor_parallel_size"] = 2
         values["kvfleet_kv_pool_gib"] = 2
     return values
 
