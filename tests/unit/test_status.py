@@ -12,7 +12,7 @@ from typing import Any
 import planner_hosts
 import pytest
 
-from kvfleet.core import status
+from kvfleet.core import serving, status
 from kvfleet.core.command import CommandResult
 from kvfleet.core.disk_probe import HostPaths
 from kvfleet.core.engine import Layout
@@ -234,6 +234,28 @@ def test_observing_reads_units_mount_and_records(plan: dict[str, Any], tmp_path:
     assert found["mount"] == {"number": "259:1", "fstype": "ext4", "source": "/dev/nvme1n1p1", "read_only": True}
     assert found["instances"]["default"]["pool_share"] == 0.25
     assert {call[1] for call in calls} <= {"show", "digest"}, "status only looks"
+
+
+def test_a_host_that_a_rollout_took_out_of_traffic_is_told_with_its_reason(
+    plan: dict[str, Any], tmp_path: Path
+) -> None:
+    plan["paths"]["releases"] = str(tmp_path / "opt" / "releases")
+
+    def run(argv: Any, **_: Any) -> CommandResult:
+        return CommandResult(0, "", "")
+
+    def items() -> list[str]:
+        paths = HostPaths(systemd=str(tmp_path), records=str(tmp_path), by_uuid=str(tmp_path), proc=str(tmp_path))
+        found = observe(plan, run, paths=paths, layout=Layout(tmp_path / "opt"), fetch=lambda url, path: "")
+        return [f"{item.found} {item.note}" for item in compare(plan, found) if item.area == "traffic"]
+
+    assert items() == [], "a host that never served is no drained one"
+    serving.serve(plan, serving.Hooks(), run)
+    assert items() == []
+    serving.drain(plan, "rollout 7", serving.Hooks(deadline_s=0), run, fetch=lambda url, path: "")
+    assert items() == ["drained rollout 7"]
+    serving.serve(plan, serving.Hooks(), run)
+    assert items() == []
 
 
 @pytest.mark.parametrize(("options", "read_only"), [("rw", False), ("ro", True), ("rw,emergency_ro", True)])

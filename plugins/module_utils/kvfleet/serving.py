@@ -29,6 +29,7 @@ from .unit_control import UnitControl, decide
 SNAPSHOT = Path("proved") / "snapshot.json"
 #: below the root of the releases: ``ready`` exists while the host takes traffic, ``state.json`` says why not
 TRAFFIC = "traffic"
+_STATE = "state.json"
 _TARGET = "kvfleet.target"
 _WATCH = "kvfleet-watch.timer"
 
@@ -155,10 +156,20 @@ def is_ready(folder: Path) -> bool:
     return (folder / "ready").is_file()
 
 
+def told(plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``ready`` as a load balancer sees it, with the ``reason`` and ``since`` of its last change; None before the first."""
+    folder = traffic_directory(plan)
+    try:
+        said = json.loads((folder / _STATE).read_text())
+    except (OSError, ValueError):
+        return None
+    return {"ready": is_ready(folder), "reason": str(said.get("reason", "")), "since": str(said.get("since", ""))}
+
+
 def _say(folder: Path, *, ready: bool, reason: str) -> None:
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    _write(folder / "state.json", json.dumps({"ready": ready, "reason": reason, "since": now}) + "\n", 0o644)
+    _write(folder / _STATE, json.dumps({"ready": ready, "reason": reason, "since": now}) + "\n", 0o644)
     if ready:
         _write(folder / "ready", "ready\n", 0o644)
     else:

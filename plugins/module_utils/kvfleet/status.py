@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from . import engine, metrics, proof
+from . import engine, metrics, proof, serving
 from .command import CommandRunner
 from .disk_probe import HostPaths, parse_mountinfo, read_record, record_path
 from .host_access import base_url, server_url
@@ -44,7 +44,7 @@ Fetch = Callable[[str, str], str]
 @dataclass(frozen=True)
 class Item:
     """One compared thing: ``area`` (plan, release, settings, unit, health, mount, disk, driver, space, tier,
-    verdict), ``name`` within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more where both
+    verdict, traffic), ``name`` within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more where both
     do not suffice."""
 
     area: str
@@ -156,7 +156,7 @@ def observe(
         "tiers": {server["name"]: _tier(server, fetch) for server in plan.get("servers") or []},
         "instances": {one["name"]: _instance(one, fetch) for one in plan.get("instances") or []},
         "proof": _proof(plan, state, units),
-        "readiness": _readiness(state),
+        "readiness": serving.told(plan) if where.get("releases") else None,
     }  # fmt: skip
 
 
@@ -313,10 +313,6 @@ def _proof(plan: Mapping[str, Any], state: Path, units: Path) -> dict[str, Any]:
         reason = f"the plan cannot be compared ({error})"
     kept = ("time", "release", "profile", "plan_profile", "verdict", "line", "fingerprint")
     return {"record": {key: record.get(key) for key in kept} if record else None, "reason": reason}
-
-
-def _readiness(state: Path) -> dict[str, Any] | None:
-    return _read_json(state / "readiness.json")
 
 
 # ---------------------------------------------------------------------------------------------------------- judging
