@@ -353,9 +353,9 @@ SUMMARY = {
 def test_goals_are_judged_by_the_trials_own_numbers() -> None:
     lines = {line[0]: line[2:] for line in report.goals(TRIAL, SUMMARY)}
     # +56.7 % and 7.7x of the trial: both short of the goals
-    assert lines["requests/s at 32, warm, profile cpu against gpu"] == ("1.57x", "missed")
-    assert lines["mean TTFT at 8, profile gpu against cpu, warm"] == ("7.72x", "missed")
-    assert lines["requests/s at 32, cold, profile cpu against gpu"] == ("1.01x", "met")
+    assert lines["requests/s at 32, warm, profile cpu against gpu"] == ("1.567x", "missed")
+    assert lines["mean TTFT at 8, profile gpu against cpu, warm"] == ("7.718x", "missed")
+    assert lines["requests/s at 32, cold, profile cpu against gpu"] == ("1.011x", "met")
     assert lines["GPU KV tokens, profile gpu"] == ("32768 planned, 32768 logged (0.0%)", "met")
     article = lines["the same against the article's hand settings (chunk 32, buffer 20)"]
     assert article == ("-", "not run (article: not asked for)")
@@ -386,6 +386,9 @@ def test_a_trial_stands_beside_the_profile_that_it_changed() -> None:
         **record("try-native", run("warm", 32, 15.0, 900.0)), "base": "gpu",
         "change": {"flags": ["--kv-offloading-size", "20"], "environment": [], "lmcache": {}},
     }  # fmt: skip
+    server = {**tried, "proof_profile": "try-small", "base": "cpu"}
+    server["change"] = {"flags": [], "environment": [], "lmcache": {}, "server_flags": ["--chunk-size", "64"]}
+    assert "| small | cpu | `server: --chunk-size 64` | warm |" in report.render(TRIAL, SUMMARY, [server])
     failed = {**tried, "proof_profile": "try-no", "load": None, "errors": ["ERROR no such thing"]}
     section = report.render(TRIAL, SUMMARY, [tried, failed])
     assert "| native | gpu | `--kv-offloading-size 20` | warm | 32 | 15.00 | 1.25x | 1.25x | 900.0 | 6.00 |" in section

@@ -157,7 +157,7 @@ def is_ready(folder: Path) -> bool:
 
 
 def told(plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``ready`` as a load balancer sees it, with the ``reason`` and ``since`` of its last change; None before the first."""
+    """``ready`` as a load balancer sees it, ``reason`` and ``since`` of its last change; None before the first."""
     folder = traffic_directory(plan)
     try:
         said = json.loads((folder / _STATE).read_text())

@@ -44,8 +44,8 @@ Fetch = Callable[[str, str], str]
 @dataclass(frozen=True)
 class Item:
     """One compared thing: ``area`` (plan, release, settings, unit, health, mount, disk, driver, space, tier,
-    verdict, traffic), ``name`` within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more where both
-    do not suffice."""
+    verdict, traffic), ``name`` within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more
+    where both do not suffice."""
 
     area: str
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -137,14 +138,14 @@ def goals(records: Mapping[str, Mapping[str, Any]], summary: Mapping[str, Any]) 
         below: float | None,
         holds: Any,
         missing: Sequence[str],
-        form: str = "{:.2f}x",
     ) -> None:
         if top is None or below is None or below == 0:
             reasons = [f"{profile}: {_reason(summary, profile)}" for profile in missing if profile not in records]
             lines.append((name, wanted, "-", f"not run ({'; '.join(reasons) or 'a run is missing'})"))
             return
         value = top / below
-        lines.append((name, wanted, form.format(value), "met" if holds(value) else "missed"))
+        # three digits: 1.595 is no 1.6
+        lines.append((name, wanted, f"{value:.3f}x", "met" if holds(value) else "missed"))
 
     rate = ("requests_per_s",)
     busy = max([*concurrencies(records), 0]) if BUSY not in concurrencies(records) else BUSY
@@ -238,7 +239,8 @@ def render(
     environment: Mapping[str, Any] = next(
         (record["environment"] for record in records.values() if record.get("environment")), {}
     )
-    gpus = ", ".join(environment.get("gpus") or []) or "no GPU"
+    models = Counter(environment.get("gpus") or [])
+    gpus = ", ".join(f"{many} x {name}" if many > 1 else name for name, many in models.items()) or "no GPU"
     times = sorted(str(record.get("time") or record["outcome"]["time"]) for record in records.values())
     load: Mapping[str, Any] = next((run["run"] for run in runs_of(some) if run["run"]["phase"] == "warm"), {})
     lines = [
@@ -341,6 +343,8 @@ def _trials(found: Sequence[Mapping[str, Any]], records: Mapping[str, Mapping[st
     for trial in found:
         change = trial["change"]
         words = [*change["flags"], *change["environment"], *(f"{k}: {v}" for k, v in change["lmcache"].items())]
+        if change.get("server_flags"):
+            words += ["server:", *change["server_flags"]]
         name = str(trial["proof_profile"]).removeprefix("try-")
         head = f"| {name} | {trial['base']} | `{' '.join(words)}` "
         if not runs_of(trial):
