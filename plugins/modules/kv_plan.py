@@ -29,6 +29,11 @@ options:
         Ansible keeps the arguments for all hosts until the task has ended, and a matrix takes less memory as text.
     type: raw
     required: true
+  releases_extra:
+    description: The inventory's own rows, which follow those of O(releases).
+    type: list
+    elements: dict
+    default: []
   host:
     description: A recorded host description; without it the host is described in the same call.
     type: dict
@@ -179,12 +184,23 @@ def endurance(values: dict[str, Any], proof: dict[str, Any] | None) -> tuple[flo
     return known
 
 
+def all_releases(matrix: Any, extra: list[dict[str, Any]]) -> Any:
+    """The matrix with the inventory's own rows behind its own; text is JSON."""
+    document = json.loads(matrix) if isinstance(matrix, str) else matrix
+    if not extra:
+        return document
+    if isinstance(document, dict):
+        return {**document, "releases": [*document["releases"], *extra]}
+    return [*document, *extra]
+
+
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "settings": {"type": "dict", "required": True},
             "variable_names": {"type": "list", "elements": "str", "default": []},
             "releases": {"type": "raw", "required": True},
+            "releases_extra": {"type": "list", "elements": "dict", "default": []},
             "host": {"type": "dict"},
             "model_config": {"type": "dict"},
             "plan_file": {"type": "path", "default": "/etc/kvfleet/plan.json"},
@@ -203,7 +219,7 @@ def main() -> None:
         host = gather(run_command) if recorded is None else check_recorded(recorded)
         plan = planning.make_plan(
             options["settings"],
-            json.loads(options["releases"]) if isinstance(options["releases"], str) else options["releases"],
+            all_releases(options["releases"], options["releases_extra"]),
             host,
             read_text=read_text,
             list_sizes=list_sizes,

@@ -132,6 +132,16 @@ def test_speeds_of_the_last_proof_feed_the_advice():
     assert kv_plan.measured({}, {"measured": "x"}) == {}
 
 
+def test_rows_of_the_inventory_follow_those_of_the_matrix(run, model):
+    own = {**RELEASES["releases"][0], "id": "cu13-of-my-own"}
+    for matrix in (json.dumps(RELEASES), RELEASES["releases"]):
+        settings = {"kvfleet_profile": "cpu", "kvfleet_model": model, "kvfleet_release": "cu13-of-my-own"}
+        asked = run(settings, host=host(2), releases=matrix)
+        assert "cu13-of-my-own" in asked["msg"]
+        done = run(settings, host=host(2), releases=matrix, releases_extra=[own])
+        assert done["plan"]["release"]["id"] == "cu13-of-my-own"
+
+
 def test_releases_may_be_a_list_of_rows(run, model):
     done = run({"kvfleet_profile": "cpu", "kvfleet_model": model}, host=host(2), releases=RELEASES["releases"])
     assert done["plan"]["release"]["id"]

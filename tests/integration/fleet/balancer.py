@@ -34,7 +34,7 @@ class Request:
 
 @dataclass
 class Balancer:
-    """Use it as a context: users ask without a pause until it ends.
+    """Use it as a context: users ask, with less than a second between two requests, until it ends.
 
     Each host's proxy is reached through a forwarded port of its SSH connection, with TLS all the way.
     """
@@ -133,7 +133,7 @@ class Balancer:
             with self._lock:
                 self.requests.append(Request(host, begin, time.time(), error))
             # two busy cores are shared with what is rolled out
-            time.sleep(0.2)
+            time.sleep(0.8)
 
     def wait_until_all_serve(self) -> None:
         """Wait until every host is healthy and has answered since."""
