@@ -34,7 +34,7 @@ options:
     elements: str
     default: []
   target:
-    description: The target that holds the units together; it is enabled.
+    description: The target that holds the units together; it is enabled and started.
     type: str
     required: true
   helper:
@@ -149,7 +149,8 @@ def main() -> None:
     try:
         strays = control.strays(options["owned_prefixes"], options["units"])
         states = [control.state(unit) for unit in options["units"]]
-        actions = decide(states, strays, control.is_enabled(options["target"]), options["target"])
+        target = options["target"]
+        actions = decide(states, strays, control.is_enabled(target), target, control.is_active(target))
         if actions.any and not module.check_mode:
             cache = (options["cache_data"], options["cache_mount"]) if options["cache_data"] else None
             control.apply(actions, options["timeout_s"], cache)

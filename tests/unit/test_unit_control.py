@@ -49,6 +49,14 @@ def test_target_is_enabled_once():
     assert decide([state(SERVER)], [], False, "kvfleet.target").enable == ["kvfleet.target"]
 
 
+def test_an_inactive_target_is_started_after_its_units():
+    # seen on a deployed host: "systemctl stop kvfleet.target" stopped nothing until the next boot
+    actions = decide([state(SERVER, active=False)], [], True, "kvfleet.target", target_active=False)
+    assert actions.start == [SERVER, "kvfleet.target"]
+    assert decide([state(SERVER)], [], True, "kvfleet.target", target_active=False).any
+    assert not decide([state(SERVER)], [], True, "kvfleet.target", target_active=True).any
+
+
 def fake_systemd(show, journal="", start_status=0):
     calls = []
 

@@ -58,7 +58,13 @@ class UnitActions:
         return lines
 
 
-def decide(states: Sequence[UnitState], strays: Sequence[str], target_enabled: bool, target: str) -> UnitActions:
+def decide(
+    states: Sequence[UnitState],
+    strays: Sequence[str],
+    target_enabled: bool,
+    target: str,
+    target_active: bool = True,
+) -> UnitActions:
     """Turn what is into what has to be done.
 
     ``states`` come in start order. A unit that runs with something else than what is on disk is stopped, and so is
@@ -74,6 +80,9 @@ def decide(states: Sequence[UnitState], strays: Sequence[str], target_enabled: b
     if not target_enabled:
         actions.enable.append(target)
     actions.start = [state.name for state in states if not state.active or state in stale]
+    if not target_active:
+        # systemctl stop of a target that is not active stops nothing, whatever is PartOf= it
+        actions.start.append(target)
     return actions
 
 
@@ -109,6 +118,10 @@ class UnitControl:
             started_with=record.read_text().strip() if record.is_file() else None,
             wanted=digest.stdout.strip(),
         )
+
+    def is_active(self, unit: str) -> bool:
+        """Whether systemd calls ``unit`` active."""
+        return self._show(unit, "ActiveState").get("ActiveState") == "active"
 
     def is_enabled(self, unit: str) -> bool:
         """Whether ``unit`` is enabled for exactly what its file names: systemd says so after the first link already.
