@@ -42,6 +42,19 @@ options:
     type: list
     elements: str
     default: []
+  undo_command:
+    description: With O(state=drained), what tells the router the contrary, for a O(command) that fails late.
+    type: list
+    elements: str
+    default: []
+  always:
+    description: With O(state=drained), act also when no unit would stop or start, and wait for nothing.
+    type: bool
+    default: false
+  reason:
+    description: With O(state=drained), why, for who looks at the host; without it the units that will be restarted.
+    type: str
+    default: ""
   command_limit_s:
     description: Seconds that the command may take.
     type: float
@@ -71,8 +84,8 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-stopping:
-  description: Running units that will be stopped.
+moving:
+  description: Running units that will be stopped, and on a host that takes traffic services that will be started.
   returned: O(state=drained)
   type: list
   elements: str
@@ -106,6 +119,9 @@ def main() -> None:
             "owned_prefixes": {"type": "list", "elements": "str", "default": ["kvfleet-vllm@", "kvfleet-lmcache@"]},
             "helper": {"type": "path", "default": "/opt/kvfleet/libexec/kvfleet-unit"},
             "command": {"type": "list", "elements": "str", "default": []},
+            "undo_command": {"type": "list", "elements": "str", "default": []},
+            "always": {"type": "bool", "default": False},
+            "reason": {"type": "str", "default": ""},
             "command_limit_s": {"type": "float", "default": 60},
             "notice_s": {"type": "float", "default": 0},
             "deadline_s": {"type": "float", "default": 60},
@@ -118,19 +134,23 @@ def main() -> None:
     try:
         if options["state"] == "drained":
             control = UnitControl(run_command, options["helper"])
-            stopping = serving.will_stop(control, options["units"], options["owned_prefixes"], options["helper"])
-            if not stopping or module.check_mode:
-                module.exit_json(changed=bool(stopping), stopping=stopping)
+            ready = serving.is_ready(serving.traffic_directory(plan))
+            moving = serving.will_move(control, options["units"], options["owned_prefixes"], options["helper"], ready)
+            acts = bool(moving) or (options["always"] and ready)
+            if not acts or module.check_mode:
+                module.exit_json(changed=acts, moving=moving)
             hooks = serving.Hooks(
                 drain=command,
+                undrain=tuple(options["undo_command"]),
                 command_limit_s=options["command_limit_s"],
                 notice_s=options["notice_s"],
-                deadline_s=options["deadline_s"],
+                deadline_s=0 if options["always"] else options["deadline_s"],
             )
-            left = serving.drain(plan, "a rollout restarts " + ", ".join(stopping), hooks, run_command)
+            reason = options["reason"] or "a rollout restarts " + ", ".join(moving)
+            left = serving.drain(plan, reason, hooks, run_command)
             if left["in_flight"]:
                 module.warn(f"{left['in_flight']} requests were still running after {left['waited_s']} s")
-            module.exit_json(changed=True, stopping=stopping, **left)
+            module.exit_json(changed=True, moving=moving, **left)
         kept = serving.keep(plan, dry_run=module.check_mode)
         if module.check_mode:
             returned = not serving.is_ready(serving.traffic_directory(plan))

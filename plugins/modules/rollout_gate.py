@@ -38,7 +38,11 @@ options:
     type: dict
     default: {}
   serials:
-    description: The C(cache_disk_serial) of each active host that wants a disk tier, by host; no two may be the same.
+    description: The C(cache_disk_serial) of each active host; no two of those with a disk tier may be the same.
+    type: dict
+    default: {}
+  profiles:
+    description: The profile of each active host's plan.
     type: dict
     default: {}
   recorded:
@@ -122,6 +126,7 @@ def main() -> None:
             "errors": {"type": "dict", "default": {}},
             "serving": {"type": "dict", "default": {}},
             "serials": {"type": "dict", "default": {}},
+            "profiles": {"type": "dict", "default": {}},
             "recorded": {"type": "bool", "default": False},
             "canaries": {"type": "list", "elements": "str", "default": []},
             "batches": {"type": "raw"},
@@ -167,7 +172,13 @@ def main() -> None:
     found = [("all hosts", finding) for finding in wrong]
     found += rollout.refusals(hosts, reasons, skip_unreachable=options["skip_unreachable"])
     found += rollout.idle(hosts) if options["must_serve"] else []
-    found += rollout.shared_serials({name: str(serial or "") for name, serial in options["serials"].items()})
+    found += rollout.shared_serials(
+        {
+            name: str(serial or "")
+            for name, serial in options["serials"].items()
+            if options["profiles"].get(name) == "disk"
+        }
+    )
     text = rollout.table(found, len(options["hosts"])) if found else ""
     if found and options["refuse"]:
         module.fail_json(msg=text, table=text, lost=lost)

@@ -243,7 +243,8 @@ class Fleet:
     def start_records(self, root: Path) -> None:
         """What the units' own start would have written: the digest that each was started with."""
         helper = "/opt/kvfleet/libexec/kvfleet-unit"
-        for unit in (root / "etc/systemd/system").glob("kvfleet-*@*.service"):
+        units = root / "etc/systemd/system"
+        for unit in (*units.glob("kvfleet-*@*.service"), units / "kvfleet-watch.timer"):
             digest = subprocess.run(
                 ["chroot", root, "/usr/bin/python3", "-I", helper, "digest", unit.name],
                 capture_output=True, text=True, check=True,

@@ -45,7 +45,7 @@ def test_good_batches(batches: object) -> None:
     assert check_batches(batches)[1] == []
 
 
-@pytest.mark.parametrize("batches", [[0], ["0%"], ["110%"], ["many"], [-1], [], [1.5], ["nan%"]])
+@pytest.mark.parametrize("batches", [[0], ["0%"], ["110%"], ["many"], [-1], [], [1.5], ["nan%"], ["12.5%"]])
 def test_bad_batches_are_named(batches: object) -> None:
     sizes, found = check_batches(batches)
     assert sizes == []
@@ -142,14 +142,23 @@ def test_the_gate_refuses_with_one_table(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_no_two_hosts_name_the_same_disk(capsys: pytest.CaptureFixture[str]) -> None:
     answer = call(capsys, stage="plan", hosts=["a", "b", "c"], active=["a", "b", "c"],
-                  serials={"a": "S1", "b": "S2", "c": "S1"})  # fmt: skip
+                  serials={"a": "S1", "b": "S2", "c": "S1"}, profiles=dict.fromkeys("abc", "disk"))  # fmt: skip
     assert answer["failed"]
     assert "KVF-DISK-056" in str(answer["msg"])
     assert "S1 is the same on a, c" in str(answer["msg"])
     assert "S2" not in str(answer["msg"])
+    disks = dict.fromkeys("abc", "disk")
     assert "failed" not in call(
-        capsys, stage="plan", hosts=["a", "b"], active=["a", "b"], serials={"a": "", "b": "", "c": "S1"}
+        capsys, stage="plan", hosts=["a", "b"], active=["a", "b"], serials={"a": "", "b": "", "c": "S1"}, profiles=disks
     )
+    # a serial that is set for all hosts matters only on those that have a disk tier
+    serials = {"a": "S1", "b": "S1", "c": "S1"}
+    names = list(serials)
+    alone = {"a": "cpu", "b": "gpu", "c": "disk"}
+    assert "failed" not in call(capsys, stage="plan", hosts=names, active=names, serials=serials, profiles=alone)
+    two = {"a": "cpu", "b": "disk", "c": "disk"}
+    answer = call(capsys, stage="plan", hosts=names, active=names, serials=serials, profiles=two)
+    assert "S1 is the same on b, c" in str(answer["msg"])
 
 
 def test_a_recorded_host_is_never_deployed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from kvfleet.core.engine import MARKER
 from kvfleet.core.findings import KvfleetError
 from kvfleet.core.http import HttpFailure
 from kvfleet.core.serving import Hooks, drain, keep, restore, serve
+from kvfleet.core.unit_control import UnitState
 
 
 @pytest.fixture
@@ -134,6 +135,43 @@ def test_a_failing_drain_hook_stops_before_any_restart(plan: dict[str, Any]) -> 
     with pytest.raises(KvfleetError, match=r"KVF-SVC-050.*router says no"):
         drain(plan, "", Hooks(drain=("router",)), Runner(1), fetch=lambda *_: "")
     assert serving.is_ready(serving.traffic_directory(plan))
+
+
+def test_a_drain_hook_that_fails_late_is_taken_back_and_leaves_a_drained_host_drained(plan: dict[str, Any]) -> None:
+    class Late(Runner):
+        def __call__(self, argv: Any, **options: Any) -> CommandResult:
+            self.status = 1 if argv == ["router", "drain"] else 0
+            return super().__call__(argv, **options)
+
+    hooks = Hooks(drain=("router", "drain"), undrain=("router", "undrain"))
+    serve(plan, Hooks(), Runner())
+    run = Late()
+    with pytest.raises(KvfleetError, match="still takes traffic"):
+        drain(plan, "", hooks, run, fetch=lambda *_: "")
+    # it may have told the router before it failed
+    assert run.calls == [["router", "drain"], ["router", "undrain"]]
+    drain(plan, "an interrupted rollout", Hooks(deadline_s=0), Runner(), fetch=lambda *_: "")
+    with pytest.raises(KvfleetError, match="stays out of traffic"):
+        drain(plan, "the next rollout", hooks, Late(), fetch=lambda *_: "")
+    assert not serving.is_ready(serving.traffic_directory(plan)), "what runs there is not proved"
+
+
+def test_a_service_that_starts_beside_others_takes_the_host_out_of_traffic(tmp_path: Path) -> None:
+    class Control:
+        def strays(self, *_: Any) -> list[str]:
+            return []
+
+        def state(self, unit: str) -> UnitState:
+            down = unit in ("kvfleet-vllm@b.service", "kvfleet-watch.timer")
+            return UnitState(unit, not down, True, False, None if down else "now", "now")
+
+    helper = tmp_path / "helper"
+    helper.write_text("")
+    units = ["kvfleet-lmcache@0.service", "kvfleet-vllm@a.service", "kvfleet-vllm@b.service", "kvfleet-watch.timer"]
+    assert serving.will_move(Control(), units, [], str(helper), True) == [], "nothing is installed"  # type: ignore[arg-type]
+    helper.chmod(0o755)
+    assert serving.will_move(Control(), units, [], str(helper), True) == ["kvfleet-vllm@b.service"]  # type: ignore[arg-type]
+    assert serving.will_move(Control(), units, [], str(helper), False) == []  # type: ignore[arg-type]
 
 
 def test_a_host_returns_once_and_tells_the_router_once(plan: dict[str, Any]) -> None:

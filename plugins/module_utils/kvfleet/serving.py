@@ -62,13 +62,20 @@ def snapshot_path(plan: Mapping[str, Any]) -> Path:
 # ---------------------------------------------------------------------------------------------------------- traffic
 
 
-def will_stop(control: UnitControl, units: Sequence[str], owned_prefixes: Sequence[str], helper: str) -> list[str]:
-    """Running units that bringing ``units`` to what is on disk would stop; empty on a host that serves nothing."""
+def will_move(
+    control: UnitControl, units: Sequence[str], owned_prefixes: Sequence[str], helper: str, takes_traffic: bool
+) -> list[str]:
+    """Units that bringing ``units`` to what is on disk would stop or, where the host takes traffic, start.
+
+    Empty on a host that serves nothing: there is nobody to take away. A service that comes back or is new beside
+    others is not proved, so a host that takes traffic must not get any while it starts.
+    """
     if not os.access(helper, os.X_OK):
         return []
     strays = control.strays(owned_prefixes, units)
-    states = [control.state(unit) for unit in units]
-    return decide(states, strays, True, _TARGET).stop + list(strays)
+    actions = decide([control.state(unit) for unit in units], strays, True, _TARGET)
+    services = [unit for unit in actions.start if "@" in unit and unit not in actions.stop] if takes_traffic else []
+    return actions.stop + list(strays) + services
 
 
 def in_flight(plan: Mapping[str, Any], fetch: Fetch | None = None) -> int:
@@ -102,7 +109,9 @@ def drain(
 
     The readiness file goes first, then the hook runs, so a balancer that polls and a router that is told both know.
     A host that took traffic gets ``notice_s`` before the wait begins: until its next poll a balancer sends more.
-    Raises KVF-SVC-050 when the hook fails: the host goes on serving then, and its readiness file is back.
+    Raises KVF-SVC-050 when the hook fails. A host that took traffic goes on serving then: its readiness file is back,
+    and the hook's counterpart was called, because a hook that fails late may have told the router already. A host
+    that was out of traffic stays out.
     """
     folder = traffic_directory(plan)
     was_ready = is_ready(folder)
@@ -111,12 +120,17 @@ def drain(
     if hooks.drain:
         answer = run(list(hooks.drain), timeout_s=hooks.command_limit_s)
         if not answer.ok:
-            _say(folder, ready=True, reason="")
+            if was_ready:
+                _say(folder, ready=True, reason="")
+                if hooks.undrain:
+                    run(list(hooks.undrain), timeout_s=hooks.command_limit_s)
             raise refuse(
                 "KVF-SVC-050",
                 f"kvfleet_drain_command ended with status {answer.returncode}: "
                 f"{_last(answer.stderr or answer.stdout)}.",
-                "Repair the command; nothing was restarted and the host still takes traffic.",
+                "Repair the command; nothing was restarted and the host still takes traffic."
+                if was_ready
+                else "Repair the command; nothing was restarted and the host stays out of traffic, as it was.",
             )
     if was_ready:
         sleep(max(0.0, began + hooks.notice_s - clock()))

@@ -73,6 +73,7 @@ OTHER_NAMES = frozenset(
         "kvfleet_host_facts_file",
         "kvfleet_max_fail_percentage",
         "kvfleet_model_config_file",
+        "kvfleet_packages_from_bundle",
         "kvfleet_plan",
         "kvfleet_service_user",
         "kvfleet_skip_unreachable",
