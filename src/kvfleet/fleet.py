@@ -250,11 +250,12 @@ def judge(action: Action, host: HostRun, *, complete: bool) -> Verdict:
         return Verdict.FAILED
     if said == "restored":
         return Verdict.RESTORED
+    if action is Action.STATUS:
+        # nothing would have been changed, so nothing is refused: a host that could not be asked needs a person
+        state = (host.answers.get("host_status") or {}).get("state")
+        return Verdict.AS_WANTED if complete and state == "ok" and not host.failures else Verdict.DRIFT
     if host.failures:
         return Verdict.REFUSED if not host.changed else Verdict.FAILED
-    if action is Action.STATUS:
-        state = (host.answers.get("host_status") or {}).get("state")
-        return Verdict.AS_WANTED if complete and state == "ok" else Verdict.DRIFT
     if not host.changed and errors_of(host):
         return Verdict.REFUSED
     if action is Action.PLAN:
@@ -324,7 +325,8 @@ def _figure(host: HostRun) -> str:
 def _reasons(verdict: Verdict, host: HostRun, run: PlaybookRun, secrets: Sequence[str]) -> list[str]:
     found = list(host.failures)
     if verdict is Verdict.DRIFT:
-        found += [str(line) for line in (host.answers.get("host_status") or {}).get("drift") or ["no answer"]]
+        found += [str(line) for line in (host.answers.get("host_status") or {}).get("drift") or []]
+        found = found or ["no answer"]
     if verdict is Verdict.RESTORED:
         found = found or host.rescued
     if verdict is Verdict.REFUSED and not found:

@@ -56,6 +56,8 @@ def host(name: str = "h", **fields: Any) -> HostRun:
         (Action.STATUS, {"answers": {"host_status": {"state": "ok"}}}, Verdict.AS_WANTED),
         (Action.STATUS, {"answers": {"host_status": {"state": "drift"}}}, Verdict.DRIFT),
         (Action.STATUS, {}, Verdict.DRIFT),
+        (Action.STATUS, {"failures": ["no"]}, Verdict.DRIFT),
+        (Action.STATUS, {"answers": {"host_status": {"state": "ok"}}, "failures": ["no"]}, Verdict.DRIFT),
     ],
 )  # fmt: skip
 def test_verdicts(action: Action, fields: dict[str, Any], verdict: Verdict) -> None:
@@ -92,6 +94,16 @@ def finished(*hosts: HostRun, rc: int = 0) -> PlaybookRun:
 def test_the_exit_status_of_a_rollout(hosts: list[HostRun], rc: int, status: int) -> None:
     run = finished(*hosts, rc=rc)
     assert total(Action.DEPLOY, run, summarise(Action.DEPLOY, run)) == status
+
+
+def test_a_host_whose_status_could_not_be_asked_needs_a_person_and_says_why() -> None:
+    said = "Plan what the inventory wants: Missing sudo password"
+    run = finished(host("a", failures=[said]), host("b", answers={"host_status": {"state": "ok"}}), rc=2)
+    found = summarise(Action.STATUS, run)
+    assert (found["a"].verdict, found["a"].reasons) == (Verdict.DRIFT, (said,))
+    assert total(Action.STATUS, run, found) == Exit.NEEDS_A_PERSON
+    alone = finished(host("a", failures=[said]), rc=2)
+    assert total(Action.STATUS, alone, summarise(Action.STATUS, alone)) == Exit.NEEDS_A_PERSON
 
 
 def test_a_host_that_did_not_have_its_turn_says_who_stopped_it() -> None:
