@@ -28,6 +28,9 @@ ANSWERS = ("kv_plan", "proof_state", "bench_verdict", "host_status", "host_traff
 #: what of an answer nobody reads; it would be most of a large run's memory
 _NEEDLESS = ("invocation", "host", "page", "summary", "record")
 
+#: how the failure of a host that was out of reach begins; names of tasks begin with a capital
+_LOST = "unreachable: "
+
 
 @dataclass
 class HostRun:
@@ -106,12 +109,17 @@ class Collector:
     def settle(self, stats: Event) -> None:
         """Let Ansible's final counts correct ours.
 
-        A host that it counts as not failed had its failures rescued. A task with ``no_log`` hides in its event that it
-        changed something; the count does not.
+        A host that it counts as not failed had its failures rescued. One that it does not count as dark was lost for a
+        while only, in a task with ``ignore_unreachable``. A task with ``no_log`` hides in its event that it changed
+        something; the count does not.
         """
         for name, host in self.hosts.items():
             hidden = int((stats.get("changed") or {}).get(name, 0)) - len(host.changed)
             host.changed += ["a task whose output is hidden"] * max(0, hidden)
+            if host.unreachable and name not in (stats.get("dark") or {}):
+                host.unreachable = False
+                host.rescued += [text for text in host.failures if text.startswith(_LOST)]
+                host.failures = [text for text in host.failures if not text.startswith(_LOST)]
             if name not in (stats.get("failures") or {}) and (stats.get("rescued") or {}).get(name):
                 host.rescued += host.failures
                 host.failures = []
@@ -304,7 +312,7 @@ def _count(host: HostRun, kind: str, data: Event) -> None:
     host.executed += 1
     if kind == "runner_on_unreachable":
         host.unreachable = True
-        host.failures.append(f"unreachable: {result.get('msg', 'no reason given')}")
+        host.failures.append(f"{_LOST}{result.get('msg', 'no reason given')}")
     elif kind == "runner_on_failed" and data.get("task_action") == "rollout_gate":
         # it runs once for all: what it says is about the rollout, not about the host that it ran for
         host.gate = str(result.get("msg", ""))

@@ -300,6 +300,44 @@ def test_what_nobody_reads_of_an_answer_is_not_kept() -> None:
     assert collector.hosts["h"].facts == {"kvfleet_plan": plan}
 
 
+def test_a_host_that_was_lost_for_a_while_is_judged_by_what_became_of_it() -> None:
+    lost = {"event": "runner_on_unreachable", "event_data": {"host": "h", "task": "Ask", "res": {"msg": "timed out"}}}
+    failed = {"event": "runner_on_failed", "event_data": {"host": "h", "task": "Judge", "res": {"msg": "not proved"}}}
+    back = {"event": "runner_on_ok", "event_data": {"host": "h", "res": {"ansible_facts": BACK}}}
+    collector = runs.Collector()
+    for event in (lost, failed, back):
+        collector(event)
+    collector.settle({"ok": {"h": 2}, "ignored": {"h": 1}, "rescued": {"h": 1}, "dark": {}, "failures": {}})
+    ended = collector.hosts["h"]
+    assert judge(Action.DEPLOY, ended, complete=True) is Verdict.RESTORED
+    assert ended.failures == []
+    assert ended.rescued == ["unreachable: timed out", "Judge: not proved"]
+    # what failed for good besides is not forgiven with it
+    collector = runs.Collector()
+    for event in (lost, failed):
+        collector(event)
+    collector.settle({"ok": {"h": 1}, "ignored": {"h": 1}, "failures": {"h": 1}})
+    assert (collector.hosts["h"].unreachable, collector.hosts["h"].failures) == (False, ["Judge: not proved"])
+    gone = runs.Collector()
+    gone(lost)
+    gone.settle({"dark": {"h": 1}})
+    assert judge(Action.DEPLOY, gone.hosts["h"], complete=True) is Verdict.UNREACHABLE
+
+
+def test_a_task_that_ignores_a_lost_host_does_not_count_it_as_lost(small: Path) -> None:
+    (small / "lost.ini").write_text("h1 ansible_host=127.0.0.1 ansible_port=1\n")
+    (small / "lose.yml").write_text(
+        "- hosts: h1\n  gather_facts: false\n  tasks:\n"
+        "    - ansible.builtin.raw: 'true'\n      ignore_unreachable: true\n"
+        "    - ansible.builtin.set_fact: {rollout_outcome: restored}\n"
+    )
+    done = runs.run_playbook(small / "lose.yml", small / "lost.ini")
+    assert done.complete
+    assert done.hosts["h1"].rescued[0].startswith("unreachable: ")
+    assert done.hosts["h1"].ok
+    assert judge(Action.DEPLOY, done.hosts["h1"], complete=True) is Verdict.RESTORED
+
+
 def test_runs_in_threads_do_not_mix(small: Path) -> None:
     results: dict[str, fleet.FleetResult] = {}
 
