@@ -7,18 +7,22 @@
 Every call is one run of a playbook through ansible-runner in a fresh private folder (mode 0700, removed afterwards);
 extra variables are neither written to a disk nor put on a command line. Calls are independent of each other and may run
 in threads, one an inventory. A run without Ansible's final statistics is never a success. What is kept of a run (result
-and Ansible's own text, secrets removed) lies below ``results/runs`` and is rotated.
+and Ansible's own text, secrets removed) lies below ``results/runs`` and is rotated, each action
+for itself.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
 import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -86,6 +90,8 @@ _PLAYBOOKS: Mapping[Action, str] = {
     Action.ROLLBACK: "playbooks/rollback.yml",
     Action.STATUS: "playbooks/status.yml",
 }
+#: names that :func:`_folder` gives; they begin with the time, so their order is that of the runs
+_RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT[\d-]+Z-(?P<action>[a-z]+)-\d+-\d+")
 #: fact that the playbooks set to say what a failure left behind
 _OUTCOME_FACT = "rollout_outcome"
 
@@ -371,12 +377,41 @@ def _untouched(hosts: Mapping[str, HostResult]) -> bool:
 
 
 def rotate(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest runs (by name, which begins with the time) below ``folder``; returns them."""
-    runs = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    gone = runs[: max(0, len(runs) - keep)]
-    for path in gone:
-        shutil.rmtree(path, ignore_errors=True)
-    return gone
+    """Remove runs below ``folder``, of each action all but the ``keep`` newest; returns what was removed.
+
+    A run that still goes on (:func:`held`) is never removed. Each action counts for itself: looking at a fleet often
+    must not take away the support bundle of a deploy that failed. What is not named like a run is not ours.
+    """
+    runs: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        named = _RUN_NAME.fullmatch(path.name)
+        if named and path.is_dir():
+            runs.setdefault(named["action"], []).append(path)
+    return [path for of in runs.values() for path in of[: max(0, len(of) - keep)] if _remove(path)]
+
+
+def _remove(path: Path) -> bool:
+    """Remove the folder of a run; not that of one which goes on, nor one of which this cannot be known."""
+    try:
+        with held(path):
+            shutil.rmtree(path, ignore_errors=True)
+    except OSError:
+        return False
+    return not path.exists()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark ``folder`` as that of a run that goes on, until the block or this process ends, however it ends.
+
+    Raises BlockingIOError where another run holds it, OSError where the file system has no locks.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _folder(action: Action, artifacts: Path) -> Path:
@@ -407,8 +442,8 @@ def run(
     ``limit``: Ansible's host pattern. ``variables``: extra variables, which win over the inventory's. ``on_event`` gets
     progress from the thread of this call; what it raises ends the run. ``cancel``: set it from another thread to end
     the run. ``timeout_s``: seconds after which it is ended. ``artifacts``: folder that keeps the last ``keep`` runs
-    (default ``results/runs``; 0 keeps nothing). ``arguments``: more words for ansible-playbook, such as
-    ``--forks=50``.
+    of each action, and all that go on (default ``results/runs``; 0 keeps nothing). ``arguments``: more words for
+    ansible-playbook, such as ``--forks=50``.
 
     Never raises for what happens on hosts. Raises KvfleetError: KVF-HOST-070 without such an inventory.
     """
@@ -418,35 +453,40 @@ def run(
     inventory = inventory.resolve()
     base = artifacts if artifacts is not None else ROOT / "results" / "runs"
     folder = _folder(action, base) if keep > 0 else None
-    cancel = cancel or threading.Event()
-    done = run_playbook(
-        ROOT / _PLAYBOOKS[action],
-        inventory,
-        # a support bundle of a host that failed belongs to this run
-        extra_vars={**(variables or {}), **({"kvfleet_support_dir": str(folder)} if folder else {})},
-        limit=limit,
-        on_event=_Progress(on_event) if on_event else None,
-        show_output=show_output,
-        cancel=cancel,
-        timeout_s=timeout_s,
-        arguments=arguments,
-        keep_output=folder / "ansible.log" if folder else None,
-    )
-    hosts = summarise(action, done, folder)
-    ended = {"canceled": "canceled", "timeout": "timeout"}.get(done.status, "finished")
-    result = FleetResult(
-        action, str(inventory), total(action, done, hosts), hosts, done.seconds, done.complete, ended, folder,
-        "" if hosts else clean_text(done.tail),
-    )  # fmt: skip
-    if folder is not None:
-        known = secrets_of(dict(variables or {}))
-        log = folder / "ansible.log"
-        log.write_text(clean_text(log.read_text(), known))
-        log.chmod(0o600)
-        record = folder / "result.json"
-        record.touch(mode=0o600)
-        record.write_text(json.dumps(clean(result.as_dict(whole=True), known), indent=1) + "\n")
-        rotate(base, keep)
+    with ExitStack() as going:
+        if folder is not None:
+            # without locks no run is ever removed, but this one goes on
+            with suppress(OSError):
+                going.enter_context(held(folder))
+        cancel = cancel or threading.Event()
+        done = run_playbook(
+            ROOT / _PLAYBOOKS[action],
+            inventory,
+            # a support bundle of a host that failed belongs to this run
+            extra_vars={**(variables or {}), **({"kvfleet_support_dir": str(folder)} if folder else {})},
+            limit=limit,
+            on_event=_Progress(on_event) if on_event else None,
+            show_output=show_output,
+            cancel=cancel,
+            timeout_s=timeout_s,
+            arguments=arguments,
+            keep_output=folder / "ansible.log" if folder else None,
+        )
+        hosts = summarise(action, done, folder)
+        ended = {"canceled": "canceled", "timeout": "timeout"}.get(done.status, "finished")
+        result = FleetResult(
+            action, str(inventory), total(action, done, hosts), hosts, done.seconds, done.complete, ended, folder,
+            "" if hosts else clean_text(done.tail),
+        )  # fmt: skip
+        if folder is not None:
+            known = secrets_of(dict(variables or {}))
+            log = folder / "ansible.log"
+            log.write_text(clean_text(log.read_text(), known))
+            log.chmod(0o600)
+            record = folder / "result.json"
+            record.touch(mode=0o600)
+            record.write_text(json.dumps(clean(result.as_dict(whole=True), known), indent=1) + "\n")
+            rotate(base, keep)
     return result
 
 

@@ -131,13 +131,48 @@ def test_results_carry_no_secret() -> None:
     assert canary not in json.dumps(summarise(Action.DEPLOY, run)["h"].as_dict(whole=True))
 
 
+def run_folder(base: Path, day: int, action: str = "status") -> Path:
+    path = base / f"2026-01-{day:02d}T00-00-00-000000Z-{action}-17-4242"
+    path.mkdir()
+    return path
+
+
 def test_only_the_newest_runs_stay(tmp_path: Path) -> None:
-    for number in range(5):
-        (tmp_path / f"2026-01-0{number + 1}T00").mkdir()
+    made = [run_folder(tmp_path, day) for day in range(1, 6)]
     (tmp_path / "note.txt").write_text("mine")
-    rotate(tmp_path, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2026-01-04T00", "2026-01-05T00", "note.txt"]
+    (tmp_path / "2025-my-own-folder").mkdir()
+    assert rotate(tmp_path, 2) == made[:3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "2025-my-own-folder", made[3].name, made[4].name, "note.txt",
+    ]  # fmt: skip
     assert rotate(tmp_path / "none", 2) == []
+
+
+def test_looking_often_takes_no_support_bundle_away(tmp_path: Path) -> None:
+    deployed = run_folder(tmp_path, 1, "deploy")
+    (deployed / "support-h.tar.gz").write_text("why")
+    for day in range(2, 28):
+        run_folder(tmp_path, day)
+    assert len(rotate(tmp_path, 20)) == 6
+    assert (deployed / "support-h.tar.gz").exists()
+
+
+def test_a_run_that_goes_on_keeps_its_folder(tmp_path: Path) -> None:
+    mine, other, ended = (run_folder(tmp_path, day) for day in (1, 2, 3))
+    run_folder(tmp_path, 4)
+    hold = "import sys; from pathlib import Path; from kvfleet.fleet import held\nwith held(Path(sys.argv[1])):\n"
+    command = [sys.executable, "-c", hold + "    print('held', flush=True); sys.stdin.read()", other]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process, fleet.held(mine):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert rotate(tmp_path, 1) == [ended]
+        assert mine.is_dir()
+        assert other.is_dir()
+        # also one that is killed lets go
+        process.kill()
+        process.wait()
+        assert rotate(tmp_path, 1) == [other]
+    assert rotate(tmp_path, 1) == [mine]
 
 
 # ------------------------------------------------------------------------------------------ real runs of ansible-runner
@@ -353,6 +388,26 @@ def test_runs_in_threads_do_not_mix(small: Path) -> None:
         thread.join()
     assert {name: list(result.hosts) for name, result in results.items()} == {"h1": ["h1"], "h2": ["h2"]}
     assert len({result.artifacts for result in results.values()}) == 2
+
+
+def test_a_long_run_outlives_many_that_ended_meanwhile(small: Path) -> None:
+    base = small / "runs"
+
+    def look(event: FleetEvent) -> None:
+        if event.kind == "play" and event.play == "Second part":
+            for day in range(1, 4):
+                later = run_folder(base, day, "deploy")
+                later.rename(later.with_name(later.name.replace("2026", "9026")))
+            rotate(base, 1)
+
+    done = fleet.deploy(
+        small / "hosts.ini", variables=variables(small), on_event=look, artifacts=base, keep=1, limit="h1"
+    )
+    assert done.artifacts is not None
+    assert {path.name for path in done.artifacts.iterdir()} == {"ansible.log", "result.json"}
+    # it ended: now it is one among others
+    rotate(base, 1)
+    assert not done.artifacts.exists()
 
 
 def test_a_missing_inventory_is_refused(tmp_path: Path) -> None:
