@@ -131,7 +131,7 @@ class HostResult:
     say why the verdict is not a good one; ``tasks`` counts executed tasks (skipped ones apart), ``changed`` names those
     that changed something; ``seconds`` is when this host was done; ``plan`` is the whole plan, ``status`` the compared
     items (:mod:`kvfleet.core.status`) of a status run; ``artifacts`` is the folder with the run's files, support
-    bundles included.
+    bundles included unless ``kvfleet_support_dir`` is set.
     """
 
     name: str
@@ -462,8 +462,8 @@ def run(
         done = run_playbook(
             ROOT / _PLAYBOOKS[action],
             inventory,
-            # a support bundle of a host that failed belongs to this run
-            extra_vars={**(variables or {}), **({"kvfleet_support_dir": str(folder)} if folder else {})},
+            # a support bundle of a host that failed belongs to this run, unless kvfleet_support_dir says otherwise
+            extra_vars={**(variables or {}), **({"rollout_run_dir": str(folder)} if folder else {})},
             limit=limit,
             on_event=_Progress(on_event) if on_event else None,
             show_output=show_output,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from kvfleet import fleet, runs
@@ -408,6 +409,43 @@ def test_a_long_run_outlives_many_that_ended_meanwhile(small: Path) -> None:
     # it ended: now it is one among others
     rotate(base, 1)
     assert not done.artifacts.exists()
+
+
+def test_who_says_where_support_bundles_go(small: Path) -> None:
+    tasks = fleet.ROOT / "playbooks" / "tasks"
+    fetched = next(
+        task["ansible.builtin.fetch"]["dest"]
+        for task in yaml.safe_load((tasks / "support.yml").read_text())
+        if "ansible.builtin.fetch" in task
+    )
+    told = next(
+        task["vars"]["rollout_support_dir"]
+        for task in yaml.safe_load((tasks / "restore_proved.yml").read_text())
+        if "rollout_support_dir" in task.get("vars", {})
+    )
+    content = json.dumps([fetched, told])
+    copy = {"ansible.builtin.copy": {"content": content, "dest": str(small / "said")}}
+    (small / "play.yml").write_text(json.dumps([{"hosts": "h1", "gather_facts": False, "tasks": [copy]}]))
+
+    def said() -> list[str]:
+        return list(json.loads((small / "said").read_text()))
+
+    def deployed(**extra: str) -> str:
+        done = fleet.deploy(small / "hosts.ini", variables=extra, artifacts=small / "runs")
+        return str(done.artifacts)
+
+    folder = deployed()
+    assert said() == [f"{folder}/support-h1.tar.gz", folder]
+    (small / "group_vars").mkdir()
+    (small / "group_vars" / "all.yml").write_text("kvfleet_support_dir: /inventory\n")
+    deployed()
+    assert said() == ["/inventory/support-h1.tar.gz", "/inventory"]
+    deployed(kvfleet_support_dir="/caller")
+    assert said() == ["/caller/support-h1.tar.gz", "/caller"]
+    # by itself ansible-playbook has no folder of a run
+    (small / "group_vars" / "all.yml").unlink()
+    runs.run_playbook(small / "play.yml", small / "hosts.ini")
+    assert said() == [f"{small}/../results/support/support-h1.tar.gz", f"{small}/../results/support"]
 
 
 def test_a_missing_inventory_is_refused(tmp_path: Path) -> None:
