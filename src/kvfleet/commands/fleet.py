@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -34,15 +35,31 @@ VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show Ansib
 
 @contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set; a second signal ends the program as usual, its run with it."""
+    """An event that Ctrl-C, SIGTERM and a lost terminal (SIGHUP) set, so that the run ends with a result.
+
+    A second Ctrl-C or SIGTERM ends the program as usual, its run with it. SIGHUP stays ignored under nohup.
+    """
     cancel = threading.Event()
+    terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def stop(number: int, _: Any) -> None:
         cancel.set()
         # both raise KeyboardInterrupt: dying on the spot would leave Ansible behind
         signal.signal(number, signal.default_int_handler)
 
+    def hang_up(number: int, _: Any) -> None:
+        cancel.set()
+        # the kernel and the shell both send it
+        signal.signal(number, signal.SIG_IGN)
+        # writing to a terminal that is gone fails, which would end the run before its result is kept
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for terminal in terminals:
+            os.dup2(nowhere, terminal)
+        os.close(nowhere)
+
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, hang_up)
     try:
         yield cancel
     finally:
@@ -188,7 +205,10 @@ def status(
     if output not in ("table", "json"):
         raise typer.BadParameter("--format: table or json")
     if output == "json":
-        done = fleet.status(inventory, limit=limit, variables=variables_of(extra or []), timeout_s=timeout)
+        with stopped_by_signals() as cancel:
+            done = fleet.status(
+                inventory, limit=limit, variables=variables_of(extra or []), timeout_s=timeout, cancel=cancel
+            )
         sys.stdout.write(json.dumps(done.as_dict(), indent=2) + "\n")
         return Exit(done.exit)
     return perform(
