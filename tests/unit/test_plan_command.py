@@ -6,8 +6,11 @@ import pytest
 from planner_hosts import LLAMA_8B, host
 from typer.testing import CliRunner
 
+from kvfleet import fleet
 from kvfleet.cli import app
 from kvfleet.core.findings import KvfleetError
+from kvfleet.core.redact import clean
+from kvfleet.exits import Exit
 
 DISK = {"by_id": "/dev/disk/by-id/nvme-S1", "serial": "S1", "size_bytes": 1920383410176, "rotational": False}
 
@@ -142,3 +145,65 @@ def test_sessions_longer_than_a_request_are_said(files):
         "--format", "json",
     )  # fmt: skip
     assert "KVF-MODEL-022" in {warning["code"] for warning in json.loads(done.stdout)["warnings"]}
+
+
+@pytest.fixture
+def planned(files, monkeypatch):
+    """``kvfleet plan -i``, with one planned and one refused host as a run returns them; says what it was asked for."""
+    asked = {}
+
+    def plan_of(*arguments):
+        return clean(json.loads(run(files, *arguments, "--format", "json").stdout))
+
+    def answer(action, inventory, **options):
+        asked.update(options["variables"], action=action)
+        words = ("--sessions", "3", "--context", "131072") if "host_plan_sessions" in options["variables"] else ()
+        good = plan_of(*sets(kvfleet_profile="cpu", kvfleet_max_model_len=8192), *words)
+        bad = plan_of(*sets(kvfleet_profile="cpu", kvfleet_buffer_gib_per_gpu=400))
+        hosts = {
+            "gpu-one": fleet.HostResult("gpu-one", fleet.Verdict.PLANNED, plan=good),
+            "gpu-two": fleet.HostResult("gpu-two", fleet.Verdict.REFUSED, reasons=("KVF-RAM-002",), plan=bad),
+            "gpu-off": fleet.HostResult("gpu-off", fleet.Verdict.UNREACHABLE),
+        }
+        return fleet.FleetResult(action, str(inventory), Exit.REFUSED, hosts, 1.0, True)
+
+    monkeypatch.setattr(fleet, "run", answer)
+
+    def ask(*arguments):
+        return CliRunner().invoke(app, ["plan", "-i", str(files), *arguments], standalone_mode=False)
+
+    return ask, asked
+
+
+def test_an_inventorys_plans_show_their_numbers(planned):
+    ask, asked = planned
+    done = ask("--sessions", "3", "--context", "131072")
+    assert done.exception is None
+    assert asked == {"action": fleet.Action.PLAN, "host_plan_sessions": 3, "host_plan_context": 131072}
+    one, two = done.stdout.split("\ngpu-two ", 1)
+    assert one.startswith("gpu-one ")
+    for words in ("128 KiB", "buffer per GPU", "KV pool per rank", "3 x 131,072 tokens", "held by", "KVF-MODEL-022"):
+        assert words in one
+    assert "400 GiB" in two
+    # an error is a reason of the result, once
+    assert done.stdout.count("KVF-RAM-002") == 1
+    assert done.return_value == 2
+
+
+def test_an_inventorys_plans_are_whole_as_json(planned):
+    ask, _ = planned
+    result = json.loads(ask("--json").stdout.splitlines()[-1])
+    assert result["kind"] == "result"
+    assert result["hosts"]["gpu-one"]["plan"]["instances"][0]["gpu_kv_tokens"] > 0
+    assert result["hosts"]["gpu-off"]["plan"] is None
+
+
+def test_options_that_would_do_nothing_are_refused(planned, files):
+    ask, asked = planned
+    for words in (["--format", "json"], ["--format", "table"], ["--model", str(files)], ["--releases", "x.yml"]):
+        done = ask(*words)
+        assert "BadParameter" in type(done.exception).__name__
+        assert f"{words[0]} only with --host" in str(done.exception)
+    for words in (["--limit", "h"], ["--json"]):
+        assert f"{words[0]} only with -i" in str(run(files, *words).exception)
+    assert asked == {}

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,8 +90,9 @@ def perform(
     as_json: bool = False,
     verbose: bool = False,
     timeout_s: float = 6 * 3600,
+    details: Callable[[fleet.FleetResult], None] | None = None,
 ) -> int:
-    """Run ``action``, show progress and result, return the exit status."""
+    """Run ``action``, show progress and result (``details`` prints before it, for people), return the exit status."""
     console = Console(highlight=False)
     with stopped_by_signals() as cancel, watcher(console, as_json) as watch:
         done = fleet.run(
@@ -105,8 +106,12 @@ def perform(
             show_output=verbose and not as_json,
         )
     if as_json:
-        sys.stdout.write(json.dumps({"kind": "result", **done.as_dict()}) + "\n")
+        # the plans are what planning is for; elsewhere they would bury the result
+        whole = action is fleet.Action.PLAN
+        sys.stdout.write(json.dumps({"kind": "result", **done.as_dict(whole=whole)}) + "\n")
     else:
+        if details is not None:
+            details(done)
         show_result(console, done, most_reasons=40 if action is fleet.Action.STATUS else 6)
     return done.exit
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,7 +44,8 @@ def plan(
         bool, typer.Option("--json", help="With -i: events and the result as JSON, one object a line.")
     ] = False,
     model: Annotated[
-        Path | None, typer.Option(help="Model directory or its config.json; instances may name their own with --set.")
+        Path | None,
+        typer.Option(help="With --host: model directory or its config.json; instances may name their own with --set."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -51,19 +53,32 @@ def plan(
     ] = None,
     sessions: Annotated[int | None, typer.Option(min=1, help="Number of conversations, with --context.")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of each conversation, with --sessions.")] = None,
-    output: Annotated[Format, typer.Option("--format", help="Print for people or for machines.")] = Format.TABLE,
-    releases_file: Annotated[Path | None, typer.Option("--releases", help="Another releases.yml.")] = None,
+    output: Annotated[
+        Format | None,
+        typer.Option("--format", help="With --host: print for people or for machines.", show_default="table"),
+    ] = None,
+    releases_file: Annotated[Path | None, typer.Option("--releases", help="With --host: another releases.yml.")] = None,
 ) -> int:
     """Compute the plan of a host from its description, or of an inventory's hosts; exit status 2 with errors."""
     if (host is None) == (inventory is None):
         raise typer.BadParameter("give either --host (a description) or --inventory (hosts to ask)")
     if (sessions is None) != (context is None):
         raise typer.BadParameter("--sessions and --context go together")
+    only_files = {"--model": model, "--format": output, "--releases": releases_file}
+    only_fleet = {"--limit": limit, "--json": as_json or None}
+    useless = [name for name, given in (only_fleet if inventory is None else only_files).items() if given is not None]
+    if useless and inventory is not None:
+        raise typer.BadParameter(
+            f"{', '.join(useless)} only with --host; with -i the inventory and --set NAME=VALUE say what is planned, "
+            "and --json prints for machines"
+        )
+    if useless:
+        raise typer.BadParameter(f"{', '.join(useless)} only with -i; with --host, --format json prints for machines")
     values = read_settings(settings or [])
     if inventory is not None:
         if sessions is not None:
             values |= {"host_plan_sessions": sessions, "host_plan_context": context}
-        return perform(fleet.Action.PLAN, inventory, limit=limit, variables=values, as_json=as_json)
+        return perform(fleet.Action.PLAN, inventory, limit=limit, variables=values, as_json=as_json, details=show_all)
     assert host is not None  # noqa: S101 - one of both was given, see above
     if model is not None:
         values.setdefault("kvfleet_model", str(model))
@@ -132,17 +147,38 @@ def list_sizes(path: str) -> dict[str, int] | None:
 
 def show(made: dict[str, Any]) -> None:
     """Print a plan for people."""
-    console = Console(highlight=False, width=max(Console().width, 120))
-    _rows(console, str(made["host"]["hostname"]), host_rows(made))
+    console = _console()
+    _numbers(console, str(made["host"]["hostname"]), made)
+    _findings(console, made, "errors", "bold red")
+    _findings(console, made, "warnings", "yellow")
+
+
+def show_all(done: fleet.FleetResult) -> None:
+    """Print the plans of all hosts for people; their errors stand in the result as reasons."""
+    console = _console()
+    for name, result in sorted(done.hosts.items()):
+        if result.plan:
+            _numbers(console, name, result.plan)
+            _findings(console, result.plan, "warnings", "yellow")
+
+
+def _console() -> Console:
+    return Console(highlight=False, width=max(Console().width, 120))
+
+
+def _numbers(console: Console, title: str, made: Mapping[str, Any]) -> None:
+    _rows(console, title, host_rows(made))
     for instance in made["instances"]:
         _rows(console, f"{instance['name']}: {instance['model']}", instance_rows(instance))
     if made.get("sessions"):
         _rows(console, "sessions", session_rows(made["sessions"]))
-    for kind, style in (("errors", "bold red"), ("warnings", "yellow")):
-        for entry in made[kind]:
-            console.print(
-                f"[{style}]{entry['code']}[/]  {_plain(entry['message'])}\n  {_plain(entry['fix'])}", soft_wrap=True
-            )
+
+
+def _findings(console: Console, made: Mapping[str, Any], kind: str, style: str) -> None:
+    for entry in made[kind]:
+        console.print(
+            f"[{style}]{entry['code']}[/]  {_plain(entry['message'])}\n  {_plain(entry['fix'])}", soft_wrap=True
+        )
 
 
 def _rows(console: Console, title: str, rows: list[Row]) -> None:
