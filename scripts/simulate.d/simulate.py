@@ -48,8 +48,15 @@ HOST: dict[str, Any] = {
     "unavailable": [],
 }  # fmt: skip
 SYSTEMCTL = """#!/bin/sh
-# every unit is loaded, enabled and runs; what a start would do is nothing here
+# every unit is loaded, enabled and runs; what a start would do is nothing here, and enabling makes the links alone
 case "$*" in
+  enable*) shift
+    for unit in "$@"; do
+      for other in $(sed -n 's/^WantedBy=//p' "/etc/systemd/system/$unit"); do
+        mkdir -p "/etc/systemd/system/$other.wants"
+        ln -sf "/etc/systemd/system/$unit" "/etc/systemd/system/$other.wants/$unit"
+      done
+    done ;;
   *is-enabled*) echo enabled ;;
   *show*) printf 'Id=x\\nLoadState=loaded\\nActiveState=active\\nSubState=running\\nUnitFileState=enabled\\n'
           printf 'NeedDaemonReload=no\\nNRestarts=0\\nMainPID=1\\nInvocationID=\\nResult=success\\n' ;;
