@@ -57,6 +57,11 @@ drift:
   returned: always
   type: list
   elements: str
+undeployed:
+  description: What a deploy of the plan would change, one line each; empty when a proof would be one of the plan.
+  returned: always
+  type: list
+  elements: str
 seen:
   description: What was found, in figures (release, units, mount, disk, space, tiers, instances, proof).
   returned: always
@@ -65,7 +70,7 @@ seen:
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.kvfleet.command import run_command
-from ansible.module_utils.kvfleet.status import OK, compare, observe, verdict
+from ansible.module_utils.kvfleet.status import OK, compare, observe, undeployed, verdict
 
 
 def main() -> None:
@@ -83,6 +88,7 @@ def main() -> None:
         options["plan"], run_command, serial=options["serial"], driver=options["driver"], helper=options["helper"]
     )
     items = compare(options["plan"], seen)
+    missing = undeployed(options["plan"], seen)
     for unit in seen["units"].values():
         # what differs stands in the items; whole environments are long and may hold what a user put there
         unit.pop("environment")
@@ -92,6 +98,7 @@ def main() -> None:
         state=verdict(items),
         items=[item.as_dict() for item in items],
         drift=[str(item) for item in items if item.state != OK],
+        undeployed=[str(item) for item in missing],
         seen=seen,
     )
 

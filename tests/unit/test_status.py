@@ -18,7 +18,7 @@ from kvfleet.core.disk_probe import HostPaths
 from kvfleet.core.engine import Layout
 from kvfleet.core.http import HttpFailure
 from kvfleet.core.services import attach_commands
-from kvfleet.core.status import DRIFT, OK, UNKNOWN, compare, observe, options, unit_file_words, verdict
+from kvfleet.core.status import DRIFT, OK, UNKNOWN, compare, observe, options, undeployed, unit_file_words, verdict
 
 GIB = 1024**3
 
@@ -134,6 +134,33 @@ def test_each_difference_is_named(case: str, plan: dict[str, Any], seen: dict[st
     assert len(found) == 1, found
     assert next(iter(found)).startswith(name)
     assert set(found.values()) == {DRIFT}
+
+
+def test_a_host_that_runs_its_plan_may_be_benchmarked(plan: dict[str, Any], seen: dict[str, Any]) -> None:
+    assert undeployed(plan, seen) == []
+
+
+@pytest.mark.parametrize("case", ["release", "plan", "profile", "unit gone", "stale", "option", "variable", "stray"])
+def test_what_a_deploy_would_change_is_not_deployed(case: str, plan: dict[str, Any], seen: dict[str, Any]) -> None:
+    change, name = CASES[case]
+    change(seen)
+    found = [f"{item.area} {item.name}" for item in undeployed(plan, seen)]
+    assert len(found) == 1, found
+    assert found[0].startswith(name)
+
+
+@pytest.mark.parametrize("case", sorted({*CASES} - {"release", "plan", "profile", "unit gone", "stale", "option",
+                                                    "variable", "stray"}))  # fmt: skip
+def test_a_fault_of_what_is_deployed_is_the_proofs_to_find(
+    case: str, plan: dict[str, Any], seen: dict[str, Any]
+) -> None:
+    CASES[case][0](seen)
+    assert undeployed(plan, seen) == []
+
+
+def test_a_host_that_was_never_deployed_has_nothing_to_benchmark(plan: dict[str, Any], seen: dict[str, Any]) -> None:
+    seen.update(plan=None, release={"current": None})
+    assert [item.name for item in undeployed(plan, seen)] == ["deployed", "in use"]
 
 
 def test_the_driver_is_compared_with_the_row(plan: dict[str, Any], seen: dict[str, Any]) -> None:

@@ -325,8 +325,7 @@ def compare(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Item]:
     items += _compare_release(plan, seen)
     for unit in seen.get("units") or {}:
         items += _compare_unit(plan, unit, seen["units"][unit])
-    items += [Item("unit", name, DRIFT, "absent", "present", "no instance of the inventory has it")
-              for name in seen.get("strays") or []]  # fmt: skip
+    items += _compare_strays(seen)
     if seen.get("units"):
         target = str(seen.get("target") or "absent")
         items.append(Item("unit", "kvfleet.target", OK if target == "enabled" else DRIFT, "enabled", target))
@@ -341,6 +340,24 @@ def compare(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Item]:
     if ready is not None and not ready.get("ready", True):
         items.append(Item("traffic", "readiness", DRIFT, "ready", "drained", str(ready.get("reason", ""))))
     return items
+
+
+def undeployed(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Item]:
+    """What a deploy of ``plan`` would change of what runs: a proof taken now would be one of something else; pure.
+
+    The plan that was deployed last, the release in use, the units' own files, and units that were started with other
+    ones. What is merely broken, drained or not proved is no part of it: that is what a proof is for.
+    """
+    items = [*_compare_plan(plan, seen), *_compare_release(plan, seen)]
+    for unit, found in (seen.get("units") or {}).items():
+        items += _compare_unit_files(plan, unit, found)
+    items += _compare_strays(seen)
+    return [item for item in items if item.state == DRIFT]
+
+
+def _compare_strays(seen: Mapping[str, Any]) -> Iterator[Item]:
+    for name in seen.get("strays") or []:
+        yield Item("unit", name, DRIFT, "absent", "present", "no instance of the inventory has it")
 
 
 def _compare_plan(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Item]:
@@ -366,9 +383,12 @@ def _compare_release(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterat
 
 
 def _compare_unit(plan: Mapping[str, Any], unit: str, seen: Mapping[str, Any]) -> Iterator[Item]:
-    if not seen["present"]:
-        yield Item("unit", unit, DRIFT, "present", "absent")
-        return
+    if seen["present"]:
+        yield from _compare_unit_state(unit, seen)
+    yield from _compare_unit_files(plan, unit, seen)
+
+
+def _compare_unit_state(unit: str, seen: Mapping[str, Any]) -> Iterator[Item]:
     notes = []
     if seen["restarts"]:
         notes.append(f"systemd restarted it {seen['restarts']} times")
@@ -378,7 +398,14 @@ def _compare_unit(plan: Mapping[str, Any], unit: str, seen: Mapping[str, Any]) -
     yield Item("unit", unit, OK if active else DRIFT, "active", seen["active"] or "unknown", "; ".join(notes))
     if seen["enabled"] != "enabled":
         yield Item("unit", f"{unit} at boot", DRIFT, "enabled", seen["enabled"] or "unknown")
-    if active and seen["on_disk"] and seen["started_with"] != seen["on_disk"]:
+
+
+def _compare_unit_files(plan: Mapping[str, Any], unit: str, seen: Mapping[str, Any]) -> Iterator[Item]:
+    """The unit's file against the plan, and what it was started with against what lies on disk."""
+    if not seen["present"]:
+        yield Item("unit", unit, DRIFT, "present", "absent")
+        return
+    if seen["active"] == "active" and seen["on_disk"] and seen["started_with"] != seen["on_disk"]:
         yield Item("unit", f"{unit} restart", DRIFT, "what lies on disk", "what it was started with before", "stale")
     service = service_of(plan, unit)
     if service is None:

@@ -197,5 +197,18 @@ def test_stale_hits_of_an_earlier_run(host):
 
 
 def test_another_model_name_than_the_plans(host):
+    another = unit_command(host, VLLM, r"--served-model-name \S+", "--served-model-name another")
+    with drop_in(host, VLLM, another):
+        fails_with(host, "KVF-BENCH-003", smoke_benchmark_force=False)
+
+
+def test_a_plan_that_was_not_deployed_is_not_proved(host):
+    """The inventory was edited and not deployed: nothing is measured, and the record stays one of what runs."""
     changed = [{"name": "tiny", "model": "/data/models/tiny", "port": 8000, "max_model_len": 2048, "max_num_seqs": 4}]
-    fails_with(host, "KVF-BENCH-003", kvfleet_instances=[{**changed[0], "served_model_name": "another"}])
+    before, proved = len(host.records()), host.ssh("cat /var/lib/kvfleet/proved.json")
+    status, text = host.prove(kvfleet_instances=[{**changed[0], "served_model_name": "another"}])
+    assert status != 0
+    assert codes(text) == {"KVF-BENCH-051"}, text
+    assert "--served-model-name" in text
+    assert len(host.records()) == before
+    assert host.ssh("cat /var/lib/kvfleet/proved.json") == proved
