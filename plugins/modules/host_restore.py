@@ -9,8 +9,9 @@ DOCUMENTATION = r"""
 module: host_restore
 short_description: Put the release and settings that were proved last back on a host's disk
 description:
-  - Writes back the unit and settings files of the last proved state, removes those that came later, and points the
-    release in use at the proved one. Starting the units and proving them are the next tasks.
+  - Writes back the unit and settings files of the last proved state and our part of nginx's configuration, removes
+    those that came later, and points the release in use at the proved one. Starting the units, reloading nginx and
+    proving are the next tasks.
 options:
   plan:
     description: The plan that failed (C(kvfleet_plan)); its paths say where the proved state lies.
@@ -45,6 +46,12 @@ files:
   returned: success
   type: list
   elements: str
+proxy:
+  description:
+    - V(wanted) when the API proxy was part of the proved state, so that nginx has to run with it again; V(removed) when
+      it came with the change that failed; V(untouched) otherwise.
+  returned: success
+  type: str
 """
 
 from ansible.module_utils.basic import AnsibleModule

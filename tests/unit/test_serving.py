@@ -237,6 +237,60 @@ def test_what_is_restored_is_watched_as_before(plan: dict[str, Any], units: Path
     assert (etc / "kvfleet-watch.json").read_text() == '{"a": 8000}\n'
 
 
+def test_the_proxy_sends_to_the_proved_ports_again(plan: dict[str, Any], units: Path, tmp_path: Path) -> None:
+    proxy = tmp_path / "nginx" / "kvfleet.conf"
+    proxy.parent.mkdir()
+    proxy.write_text("proxy_pass http://127.0.0.1:8000;\n")
+    prove(plan, units)
+    assert keep(plan, units, proxy_file=proxy) is True
+    proxy.write_text("proxy_pass http://127.0.0.1:9000;\n")
+    restored = restore(plan, units, proxy_file=proxy)
+    assert proxy.read_text() == "proxy_pass http://127.0.0.1:8000;\n"
+    assert str(proxy) in restored["files"]
+    assert restored["proxy"] == "wanted"
+    # a reload that was lost is made up for: what nginx runs cannot be read from its file
+    assert restore(plan, units, proxy_file=proxy)["proxy"] == "wanted"
+
+
+def test_a_proxy_that_came_with_the_change_goes_again(plan: dict[str, Any], units: Path, tmp_path: Path) -> None:
+    proxy = tmp_path / "kvfleet.conf"
+    prove(plan, units)
+    keep(plan, units, proxy_file=proxy)
+    assert restore(plan, units, proxy_file=proxy)["proxy"] == "untouched"
+    proxy.write_text("proxy_pass http://127.0.0.1:9000;\n")
+    restored = restore(plan, units, proxy_file=proxy)
+    assert not proxy.exists()
+    assert (restored["files"], restored["proxy"]) == ([str(proxy)], "removed")
+
+
+def test_a_snapshot_from_before_the_proxy_was_part_of_it_leaves_the_proxy_alone(
+    plan: dict[str, Any], units: Path, tmp_path: Path
+) -> None:
+    proxy = tmp_path / "kvfleet.conf"
+    prove(plan, units)
+    keep(plan, units, proxy_file=proxy)
+    path = serving.snapshot_path(plan)
+    older = json.loads(path.read_text())
+    del older["proxy"]
+    path.write_text(json.dumps(older))
+    proxy.write_text("proxy_pass http://127.0.0.1:8000;\n")
+    assert restore(plan, units, proxy_file=proxy)["proxy"] == "untouched"
+    assert proxy.is_file()
+    # and the next proof knows it
+    assert keep(plan, units, proxy_file=proxy) is True
+    assert restore(plan, units, proxy_file=proxy)["proxy"] == "wanted"
+
+
+def test_another_allow_list_is_kept_without_a_proof(plan: dict[str, Any], units: Path, tmp_path: Path) -> None:
+    proxy = tmp_path / "kvfleet.conf"
+    proxy.write_text("allow 10.0.0.0/8;\n")
+    prove(plan, units)
+    assert keep(plan, units, proxy_file=proxy) is True
+    proxy.write_text("allow 10.1.0.0/16;\n")
+    assert keep(plan, units, proxy_file=proxy) is True
+    assert keep(plan, units, proxy_file=proxy) is False
+
+
 def test_other_settings_of_the_watcher_are_kept_without_a_proof(plan: dict[str, Any], units: Path) -> None:
     (units / "kvfleet-watch.timer").write_text("[Timer]\nOnActiveSec=15\n")
     prove(plan, units)

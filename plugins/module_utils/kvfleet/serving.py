@@ -30,6 +30,8 @@ SNAPSHOT = Path("proved") / "snapshot.json"
 #: below the root of the releases: ``ready`` exists while the host takes traffic, ``state.json`` says why not
 TRAFFIC = "traffic"
 _STATE = "state.json"
+#: our part of nginx's configuration (role api_proxy)
+PROXY = Path("/etc/nginx/conf.d/kvfleet.conf")
 _TARGET = "kvfleet.target"
 _WATCH = "kvfleet-watch.timer"
 
@@ -198,7 +200,9 @@ def _last(text: str) -> str:
 # --------------------------------------------------------------------------------------------------------- snapshots
 
 
-def take(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY) -> dict[str, Any] | None:
+def take(
+    plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY, proxy_file: Path = PROXY
+) -> dict[str, Any] | None:
     """The present state as a snapshot, when the last proof covers it; None when it does not."""
     record = proof.read_record(Path(str(plan["paths"]["state"])))
     files = proof.unit_files(plan, unit_directory)
@@ -206,12 +210,14 @@ def take(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY) -
     if record is None or proof.difference(record, parts, "smoke"):
         return None
     etc = Path(str(plan["paths"]["etc"]))
-    extra = [unit_directory / _TARGET, etc / "plan.json", *_watch_files(etc, unit_directory)]
+    extra = [unit_directory / _TARGET, etc / "plan.json", *_watch_files(etc, unit_directory), proxy_file]
     return {
         "schema": 1,
         "fingerprint": parts["all"],
         "current": parts["release"],
         "plan": dict(plan),
+        # a file that is not there says nothing: older snapshots did not look for this one
+        "proxy": proxy_file.is_file(),
         "files": [_file(path) for path in [*files, *(path for path in extra if path.is_file())]],
     }
 
@@ -232,11 +238,19 @@ def _file(path: Path) -> dict[str, Any]:
     }
 
 
-def keep(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY, *, dry_run: bool = False) -> bool:
+def keep(
+    plan: Mapping[str, Any],
+    unit_directory: Path = proof.UNIT_DIRECTORY,
+    *,
+    dry_run: bool = False,
+    proxy_file: Path = PROXY,
+) -> bool:
     """Keep the present, proved state as the one to return to; says whether it was another one before."""
-    made = take(plan, unit_directory)
+    made = take(plan, unit_directory, proxy_file)
     before = read_snapshot(plan)
-    if made is None or (before is not None and all(before[key] == made[key] for key in ("fingerprint", "files"))):
+    if made is None:
+        return False
+    if before is not None and all(before.get(key) == made[key] for key in ("fingerprint", "files", "proxy")):
         return False
     if not dry_run:
         path = snapshot_path(plan)
@@ -254,10 +268,14 @@ def read_snapshot(plan: Mapping[str, Any]) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.get("schema") == 1 else None
 
 
-def restore(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY) -> dict[str, Any]:
+def restore(
+    plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY, *, proxy_file: Path = PROXY
+) -> dict[str, Any]:
     """Put the last proved release and settings back on disk; starting them is the caller's next step.
 
-    Returns the snapshot's ``plan``, its ``units`` in start order, and the ``files`` that were written or removed.
+    Returns the snapshot's ``plan``, its ``units`` in start order, the ``files`` that were written or removed, and what
+    nginx has to follow: ``proxy`` is ``wanted`` (our part of its configuration lies there as proved), ``removed`` (it
+    came with the change) or ``untouched``.
     Raises KVF-HOST-083 when the host has no proved state, KVF-HOST-084 when its release is gone.
     """
     found = read_snapshot(plan)
@@ -288,11 +306,17 @@ def restore(plan: Mapping[str, Any], unit_directory: Path = proof.UNIT_DIRECTORY
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             _write(path, entry["text"], entry["mode"], entry["uid"], entry["gid"])
             touched.append(name)
+    proxy = "wanted" if found.get("proxy") else "untouched"
+    if found.get("proxy") is False and proxy_file.is_file():
+        proxy_file.unlink()
+        touched.append(str(proxy_file))
+        proxy = "removed"
     if engine.switch(layout, release):
         touched.append(str(layout.current))
     # the change that failed may have stopped the watcher
     watch = [_WATCH] if (unit_directory / _WATCH).is_file() else []
-    return {"plan": found["plan"], "units": proof.unit_names(found["plan"]) + watch, "files": sorted(touched)}
+    units = proof.unit_names(found["plan"]) + watch
+    return {"plan": found["plan"], "units": units, "files": sorted(touched), "proxy": proxy}
 
 
 def _write(path: Path, text: str, mode: int, uid: int | None = None, gid: int | None = None) -> None:
