@@ -10,7 +10,7 @@ module: host_status
 short_description: Say what runs on a host against what the inventory wants
 description:
   - Compares the plan of this run with the release in use, units and their settings, mount, disk, driver, free space,
-    use of the tiers and the last proof, and names every difference.
+    use of the tiers, the API proxy and the last proof, and names every difference.
   - Reads only. It sends no generation; C(/health) and C(/metrics) are asked on loopback.
 options:
   plan:
@@ -24,6 +24,10 @@ options:
   driver:
     description: The host's NVIDIA driver version.
     type: str
+  proxy:
+    description: Whether the inventory wants the API proxy (C(kvfleet_api_proxy)).
+    type: bool
+    default: false
   helper:
     description: Path of the C(kvfleet-unit) helper.
     type: path
@@ -63,7 +67,7 @@ undeployed:
   type: list
   elements: str
 seen:
-  description: What was found, in figures (release, units, mount, disk, space, tiers, instances, proof).
+  description: What was found, in figures (release, units, mount, disk, space, tiers, instances, proxy, proof).
   returned: always
   type: dict
 """
@@ -79,13 +83,19 @@ def main() -> None:
             "plan": {"type": "dict", "required": True},
             "serial": {"type": "str", "default": ""},
             "driver": {"type": "str"},
+            "proxy": {"type": "bool", "default": False},
             "helper": {"type": "path", "default": "/opt/kvfleet/libexec/kvfleet-unit"},
         },
         supports_check_mode=True,
     )
     options = module.params
     seen = observe(
-        options["plan"], run_command, serial=options["serial"], driver=options["driver"], helper=options["helper"]
+        options["plan"],
+        run_command,
+        serial=options["serial"],
+        driver=options["driver"],
+        proxy=options["proxy"],
+        helper=options["helper"],
     )
     items = compare(options["plan"], seen)
     missing = undeployed(options["plan"], seen)

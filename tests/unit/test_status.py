@@ -67,6 +67,8 @@ def seen(plan: dict[str, Any]) -> dict[str, Any]:
         "instances": {one["name"]: {"pool_share": 0.5, "running": 1, "waiting": 0} for one in plan["instances"]},
         "proof": {"record": {"verdict": "pass", "time": "2026-11-29T10:00:00Z", "release": "test"}, "reason": ""},
         "readiness": None,
+        "proxy": {"wanted": True, "ports": [one["port"] for one in plan["instances"]], "active": "active",
+                  "enabled": "enabled"},
     }  # fmt: skip
 
 
@@ -78,7 +80,8 @@ def test_a_host_that_runs_its_plan_shows_no_drift(plan: dict[str, Any], seen: di
     items = compare(plan, seen)
     assert [str(item) for item in items if item.state != OK] == []
     assert verdict(items) == OK
-    assert {item.area for item in items} >= {"plan", "release", "unit", "disk", "mount", "space", "tier", "verdict"}
+    areas = {item.area for item in items}
+    assert areas >= {"plan", "release", "unit", "disk", "mount", "space", "tier", "proxy", "verdict"}
 
 
 def first_unit(seen: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -122,6 +125,11 @@ CASES: dict[str, tuple[Any, str]] = {
     "tier": (lambda s: s["tiers"]["0"].update(l2_bytes=10**15), "tier disk of server 0"),
     "proof": (lambda s: s["proof"].update(reason="changed"), "verdict last"),
     "unproved": (lambda s: s["proof"].update(record=None), "verdict last"),
+    "nginx dead": (lambda s: s["proxy"].update(active="failed"), "proxy nginx.service"),
+    "nginx disabled": (lambda s: s["proxy"].update(enabled="disabled"), "proxy nginx.service at boot"),
+    "proxy gone": (lambda s: s["proxy"].update(ports=None), "proxy configuration"),
+    "proxy elsewhere": (lambda s: s["proxy"].update(ports=[9999]), "proxy ports"),
+    "proxy unwanted": (lambda s: s["proxy"].update(wanted=False), "proxy configuration"),
     "drained": (lambda s: s.update(readiness={"ready": False, "reason": "rollout"}), "traffic readiness"),
 }
 
@@ -191,6 +199,36 @@ def test_the_watchers_word_is_told_with_its_reason(
     )
     assert (item.area, item.state) == ("health", state)
     assert "why" in str(item)
+
+
+def test_a_host_without_a_proxy_has_nothing_to_say_of_nginx(plan: dict[str, Any], seen: dict[str, Any]) -> None:
+    seen["proxy"] = {"wanted": False, "ports": None, "active": "inactive", "enabled": "disabled"}
+    assert [item for item in compare(plan, seen) if item.area == "proxy"] == []
+
+
+def test_the_proxy_is_looked_at_where_nginx_reads_it(plan: dict[str, Any], tmp_path: Path) -> None:
+    text = (
+        "# proxy_pass http://127.0.0.1:1;\nlocation /v1/ {\n    proxy_pass http://127.0.0.1:8001;\n}\n"
+        "location = /health {\n    proxy_pass http://127.0.0.1:8001;\n}\nproxy_pass http://127.0.0.1:8000;\n"
+    )
+    conf = tmp_path / "kvfleet.conf"
+    calls = []
+
+    def run(argv: Any, **_: Any) -> CommandResult:
+        calls.append(list(argv))
+        return CommandResult(0, "ActiveState=inactive\nUnitFileState=enabled\n", "")
+
+    def look() -> dict[str, Any]:
+        found = observe(
+            plan, run, proxy=True, proxy_file=conf, paths=paths, layout=Layout(tmp_path / "opt"), fetch=lambda *_: ""
+        )
+        return dict(found["proxy"])
+
+    paths = HostPaths(systemd=str(tmp_path), records=str(tmp_path), by_uuid=str(tmp_path), proc=str(tmp_path))
+    assert look() == {"wanted": True, "ports": None, "active": "inactive", "enabled": "enabled"}
+    conf.write_text(text)
+    assert look()["ports"] == [8000, 8001]
+    assert ["systemctl", "show", "--property=ActiveState,UnitFileState", "nginx.service"] in calls
 
 
 def test_errors_of_the_plan_are_drift_with_their_fix(plan: dict[str, Any], seen: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +39,15 @@ READ_ONLY = {"ro", "emergency_ro", "shutdown"}
 #: states of a unit that systemd is working on
 MOVING = ("activating", "deactivating", "reloading")
 
+#: a line of our part of nginx's configuration that says where requests go
+_PROXY_PASS = re.compile(r"^\s*proxy_pass http://127\.0\.0\.1:(\d+);", re.MULTILINE)
+
 Fetch = Callable[[str, str], str]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One compared thing: ``area`` (plan, release, settings, unit, health, mount, disk, driver, space, tier,
+    """One compared thing: ``area`` (plan, release, settings, unit, health, mount, disk, driver, space, tier, proxy,
     verdict, traffic), ``name`` within it, ``state`` (ok, drift, unknown), and both sides as text; ``note`` says more
     where both do not suffice."""
 
@@ -118,17 +122,19 @@ def observe(
     *,
     serial: str = "",
     driver: str | None = None,
+    proxy: bool = False,
     paths: HostPaths | None = None,
     layout: engine.Layout | None = None,
     helper: str = "/opt/kvfleet/libexec/kvfleet-unit",
     run_directory: Path = Path("/run/kvfleet"),
     watch_directory: Path = Path("/run/kvfleet-watch"),
+    proxy_file: Path = serving.PROXY,
     fetch: Fetch | None = None,
 ) -> dict[str, Any]:
     """Everything that :func:`compare` needs, as plain data; reads only, never raises for what is missing.
 
-    ``serial`` is the inventory's ``cache_disk_serial``, ``driver`` the host's NVIDIA driver version; ``fetch(base_url,
-    path)`` returns a body and raises HttpFailure.
+    ``serial`` is the inventory's ``cache_disk_serial``, ``driver`` the host's NVIDIA driver version, ``proxy`` says
+    whether the inventory wants the API proxy; ``fetch(base_url, path)`` returns a body and raises HttpFailure.
     """
     paths = paths or HostPaths()
     where = plan.get("paths") or {}
@@ -157,6 +163,7 @@ def observe(
         "instances": {one["name"]: _instance(one, fetch) for one in plan.get("instances") or []},
         "proof": _proof(plan, state, units),
         "readiness": serving.told(plan) if where.get("releases") else None,
+        "proxy": _proxy(proxy, proxy_file, run),
     }  # fmt: skip
 
 
@@ -205,6 +212,21 @@ def _unit(name: str, run: CommandRunner, units: Path, run_directory: Path, helpe
         "environment": environment,
         "started_with": started,
         "on_disk": on_disk,
+    }
+
+
+def _proxy(wanted: bool, file: Path, run: CommandRunner) -> dict[str, Any]:
+    """nginx's state and the loopback ports that our part of its configuration sends to; None without that part."""
+    try:
+        text: str | None = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = None
+    shown = _show(run, "nginx.service", "ActiveState,UnitFileState") if wanted or text is not None else {}
+    return {
+        "wanted": wanted,
+        "ports": None if text is None else sorted({int(port) for port in _PROXY_PASS.findall(text)}),
+        "active": shown.get("ActiveState", ""),
+        "enabled": shown.get("UnitFileState", ""),
     }
 
 
@@ -335,6 +357,7 @@ def compare(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Item]:
     items += _compare_space(plan, seen)
     items += _compare_tiers(plan, seen)
     items += _compare_instances(plan, seen)
+    items += _compare_proxy(plan, seen)
     items.append(_compare_verdict(seen))
     ready = seen.get("readiness")
     if ready is not None and not ready.get("ready", True):
@@ -537,6 +560,26 @@ def _compare_instances(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Iter
         text = "unknown" if share is None else f"{100 * share:.0f} % of the pool"
         yield Item("tier", f"gpu of instance {one['name']}", OK, text, text,
                    f"{use['running']:.0f} running, {use['waiting']:.0f} waiting")  # fmt: skip
+
+
+def _compare_proxy(plan: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[Item]:
+    """The API proxy: a host whose proxy is dead is well and yet answers nobody."""
+    proxy = seen.get("proxy") or {}
+    if not proxy.get("wanted"):
+        if proxy.get("ports") is not None:
+            note = "the API is still let through; remove /etc/nginx/conf.d/kvfleet.conf and reload nginx"
+            yield Item("proxy", "configuration", DRIFT, "absent", "present", note)
+        return
+    if proxy["ports"] is None:
+        yield Item("proxy", "configuration", DRIFT, "present", "absent")
+    else:
+        wanted = ", ".join(str(port) for port in sorted(int(one["port"]) for one in plan.get("instances") or []))
+        found = ", ".join(str(port) for port in proxy["ports"]) or "none"
+        yield Item("proxy", "ports", OK if found == wanted else DRIFT, wanted, found)
+    active = proxy["active"] == "active"
+    yield Item("proxy", "nginx.service", OK if active else DRIFT, "active", proxy["active"] or "unknown")
+    if proxy["enabled"] != "enabled":
+        yield Item("proxy", "nginx.service at boot", DRIFT, "enabled", proxy["enabled"] or "unknown")
 
 
 def _compare_verdict(seen: Mapping[str, Any]) -> Item:
