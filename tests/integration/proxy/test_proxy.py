@@ -48,10 +48,10 @@ def ssh(command, **options):
     ).stdout.strip()
 
 
-def play(inventory, **values):
+def play(inventory, playbook=HERE / "site.yml", **values):
     environment = dict(os.environ, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"), ANSIBLE_NOCOLOR="1")
     return subprocess.run(
-        [PLAYBOOK, "-i", inventory, "-e", json.dumps(values), HERE / "site.yml"],
+        [PLAYBOOK, "-i", inventory, "-e", json.dumps(values), playbook],
         cwd=ROOT, env=environment, text=True, capture_output=True, check=False, timeout=500,
     )  # fmt: skip
 
@@ -111,6 +111,22 @@ def ask(path, address="127.0.0.1", how="tls"):
 
 
 READY = "/opt/kvfleet/traffic/ready"
+CONFIGURATION = "/etc/nginx/conf.d/kvfleet.conf"
+
+
+def test_a_mistyped_certificate_leaves_a_proxy_that_serves(inventory):
+    ssh(f"mkdir -p {Path(READY).parent}; touch {READY}")
+    before = ssh(f"cat {CONFIGURATION}")
+    done = play(inventory, **{**GOOD, "api_proxy_certificate": "/etc/ssl/typo.pem"})
+    assert done.returncode != 0
+    assert "KVF-NET-011" in done.stdout
+    assert "/etc/ssl/typo.pem" in done.stdout
+    assert ask("/health") == "200"
+    # and after its next start
+    ssh("systemctl restart nginx")
+    assert ask("/health") == "200"
+    assert ssh(f"cat {CONFIGURATION}") == before
+    assert ssh(f"ls {Path(CONFIGURATION).parent}") == "kvfleet.conf"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/health"])
@@ -151,3 +167,16 @@ def test_no_plain_http(inventory):
     listening = ssh("ss -Hltn").splitlines()
     assert not [line for line in listening if line.split()[3].endswith(":80")]
     assert [line for line in listening if line.split()[3] == "0.0.0.0:8443"]
+
+
+def test_uninstalling_leaves_nginx_to_its_other_sites(inventory):
+    ssh("cat > /etc/nginx/conf.d/other.conf", input="server { listen 127.0.0.1:8081; return 204; }\n")
+    ssh("systemctl reload nginx")
+    main = ssh("systemctl show --property=MainPID nginx")
+    done = play(inventory, ROOT / "playbooks" / "uninstall.yml", uninstall_hosts=[HOST])
+    assert done.returncode == 0, done.stdout
+    assert ssh("ls /etc/nginx/conf.d") == "other.conf"
+    assert ssh("systemctl show --property=MainPID nginx") == main
+    listening = [line.split()[3] for line in ssh("ss -Hltn").splitlines()]
+    assert "127.0.0.1:8081" in listening
+    assert "0.0.0.0:8443" not in listening
