@@ -24,13 +24,15 @@ with stopped_by_signals() as cancel:
     print("told" * told, flush=True)
     open(sys.argv[1], "w").write("told" if told else "not told")
 """
+#: as under a login shell, also where these tests themselves run under nohup, whose children ignore SIGHUP
+HEARS = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL){WAITS}"
 
 
 def test_a_lost_terminal_ends_the_run_with_a_result(tmp_path: Path) -> None:
     said = tmp_path / "said"
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, "-c", WAITS, str(said)])  # noqa: S606 - this very python
+        os.execv(sys.executable, [sys.executable, "-c", HEARS, str(said)])  # noqa: S606 - this very python
     assert b"waiting" in os.read(terminal, 100)
     # the kernel tells the session's leader; what it prints then goes to a terminal that is gone
     os.close(terminal)
@@ -40,7 +42,7 @@ def test_a_lost_terminal_ends_the_run_with_a_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", [[signal.SIGHUP, signal.SIGHUP], [signal.SIGTERM], [signal.SIGINT]])
 def test_signals_end_the_run_with_a_result(tmp_path: Path, numbers: list[signal.Signals]) -> None:
-    command = [sys.executable, "-c", WAITS, tmp_path / "said"]
+    command = [sys.executable, "-c", HEARS, tmp_path / "said"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"waiting\n"
