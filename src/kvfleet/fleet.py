@@ -7,8 +7,7 @@
 Every call is one run of a playbook through ansible-runner in a fresh private folder (mode 0700, removed afterwards);
 extra variables are neither written to a disk nor put on a command line. Calls are independent of each other and may run
 in threads, one an inventory. A run without Ansible's final statistics is never a success. What is kept of a run (result
-and Ansible's own text, secrets removed) lies below ``results/runs`` and is rotated, each action
-for itself.
+and Ansible's own text, secrets removed) lies below ``results/runs`` and is rotated, each action for itself.
 """
 
 from __future__ import annotations

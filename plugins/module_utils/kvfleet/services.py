@@ -39,7 +39,7 @@ def attach_commands(plan: dict[str, Any]) -> None:
             )
         else:
             server["base_path"] = None
-        server["command"] = server_command(plan, server)
+        server["command"] = server_command(plan, server, served)
         server["exec_start"] = exec_start(server["command"])
         server["environment"] = server_environment(plan)
         server["numa_directives"] = numa_directives(plan, server.get("numa_nodes") or [], strict=True)
@@ -136,9 +136,11 @@ def tier_fingerprint(plan: dict[str, Any], server: dict[str, Any], served: list[
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def server_command(plan: dict[str, Any], server: dict[str, Any]) -> list[str]:
-    """Argument list of one LMCache server; sizes in GiB, and loopback only: its ports know no authentication."""
-    served = [instance for instance in plan["instances"] if instance["name"] in server["instances"]]
+def server_command(plan: dict[str, Any], server: dict[str, Any], served: list[dict[str, Any]]) -> list[str]:
+    """Argument list of one LMCache server for the instances ``served``.
+
+    Sizes in GiB, and loopback only: its ports know no authentication.
+    """
     command = [
         f"{plan['paths']['current']}/bin/lmcache",
         "server",
