@@ -109,7 +109,8 @@ better_profile:
 measured:
   description:
     - For later plans C(cpu) and C(disk) (bytes per second that the tiers delivered), C(prefill_tokens_per_s) of the
-      only instance, and C(instances) with C(model), C(prefill_tokens_per_s) and C(decode_ms_per_token) of each.
+      only instance, and C(instances) with C(model), C(tensor_parallel_size), C(prefill_tokens_per_s) and
+      C(decode_ms_per_token) of each.
   returned: always
   type: dict
 shapes:

@@ -16,7 +16,8 @@ TERABYTE = 1e12
 #: 20 % used after 700 TB: 3500 TB in all by the drive's own scale
 SMART = SmartLog(0, 100, 10, 20, 0, int(700 * TERABYTE), 8000, 40)
 
-PLAN = {"instances": [{"name": "a", "model": "/m/a", "kv_bytes_per_token": 1024, "kv_bytes_per_token_stored": 2048}]}
+INSTANCE = {"name": "a", "model": "/m/a", "tensor_parallel_size": 1}
+PLAN = {"instances": [{**INSTANCE, "kv_bytes_per_token": 1024, "kv_bytes_per_token_stored": 2048}]}
 TRUTH = {
     "name": "a",
     "prefill_tokens_per_s": 900.0,
@@ -42,7 +43,7 @@ def test_the_repeated_prompt_gives_bytes_per_second():
     assert found["disk"] == 5 * MIB
     assert found["prefill_tokens_per_s"] == 900.0
     assert found["instances"]["a"] == {
-        "model": "/m/a", "prefill_tokens_per_s": 900.0, "decode_ms_per_token": 40.0,
+        "model": "/m/a", "tensor_parallel_size": 1, "prefill_tokens_per_s": 900.0, "decode_ms_per_token": 40.0,
     }  # fmt: skip
 
 
@@ -74,12 +75,14 @@ def test_the_plan_takes_the_speed_of_the_same_instance_and_model():
         return made["instances"][0]
 
     own = plan(host(1), profile="disk")["instances"][0]
-    entry = {"model": own["model"], "prefill_tokens_per_s": 5000.0}
+    entry = {"model": own["model"], "tensor_parallel_size": 1, "prefill_tokens_per_s": 5000.0}
     fed = tier({own["name"]: entry})
     assert fed["tiers"]["disk"]["needed_bytes_per_s"] == 5000 * own["kv_bytes_per_token_stored"]
     assert "history" in fed["reasons"]["tiers"]
-    other = tier({own["name"]: {**entry, "model": "/m/other"}})
-    assert other["tiers"]["disk"]["needed_bytes_per_s"] == own["tiers"]["disk"]["needed_bytes_per_s"]
+    # another model, or the same one on two GPUs, said nothing about this one
+    for change in ({"model": "/m/other"}, {"tensor_parallel_size": 2}):
+        other = tier({own["name"]: {**entry, **change}})
+        assert other["tiers"]["disk"]["needed_bytes_per_s"] == own["tiers"]["disk"]["needed_bytes_per_s"]
 
 
 def test_endurance_at_the_rate_since_the_first_proof():

@@ -134,6 +134,15 @@ def test_gpus_are_named_by_uuid_in_bus_order():
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+def test_ranks_of_an_instance_meet_where_no_other_host_can_speak_to_them():
+    p = plan()
+    p["instances"][0]["tensor_parallel_size"] = 2
+    services.attach_commands(p)
+    # the names are NCCL's and PyTorch's own
+    environment = p["instances"][0]["environment"]
+    assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == ("lo", "lo")
+
+
 def test_explicit_pool_replaces_utilisation():
     p = plan()
     p["instances"][0]["kv_cache_memory_bytes"] = 268435456

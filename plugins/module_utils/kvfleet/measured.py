@@ -21,20 +21,21 @@ def speeds(
     ``cpu`` and ``disk`` are bytes per second that the tier delivered, the best that any instance saw in the repeated
     prompt (hit bytes / TTFT) or in a warm run (hit bytes / duration). Both hold the computing around the load, so
     they are lower bounds, and so is the larger one. Runs whose disk hits came from the page cache say nothing about
-    the disk. ``instances`` has the prefill and decode speed of each with its model; ``prefill_tokens_per_s`` stands
-    above them when there is only one.
+    the disk. ``instances`` has the prefill and decode speed of each with its model and its number of ranks;
+    ``prefill_tokens_per_s`` stands above them when there is only one.
     """
     per_token = {
         str(entry["name"]): float(entry.get("kv_bytes_per_token_stored") or entry["kv_bytes_per_token"])
         for entry in plan["instances"]
     }
-    models = {str(entry["name"]): entry.get("model") for entry in plan["instances"]}
+    planned = {str(entry["name"]): entry for entry in plan["instances"]}
     found: dict[str, list[float]] = {"cpu": [], "disk": []}
     instances: dict[str, Any] = {}
     for proof in truth:
         name = str(proof["name"])
         instances[name] = {
-            "model": models.get(name),
+            "model": planned[name].get("model"),
+            "tensor_parallel_size": planned[name].get("tensor_parallel_size"),
             "prefill_tokens_per_s": proof.get("prefill_tokens_per_s"),
             "decode_ms_per_token": proof.get("decode_ms_per_token"),
         }

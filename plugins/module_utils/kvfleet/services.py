@@ -290,6 +290,11 @@ def instance_environment(plan: dict[str, Any], instance: dict[str, Any]) -> dict
     if instance["gpus"]:
         environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu["uuid"] for gpu in instance["gpus"])
+    if int(instance["tensor_parallel_size"]) > 1:
+        # all ranks are on this host: NCCL and Gloo meet on the host's own address otherwise, where anyone can speak to
+        # them without a password (8 open ports of an instance on two GPUs, seen with vLLM 0.32.0 on two H200s)
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     if instance.get("enforce_eager"):
         # vLLM compiles its logprobs kernel even when eager: without a C++ compiler the first request that asks for
         # logprobs kills the engine (seen with 0.32.0 on CPU)

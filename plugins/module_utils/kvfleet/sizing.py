@@ -850,13 +850,14 @@ class _Planner:
         return f"Use a quantised or smaller model (below {limit} of weights) or larger GPUs."
 
     def _prefill_history(self, draft: _Draft) -> float | None:
-        """What the last proof measured of this instance with this model."""
+        """What the last proof measured of this instance with this model on as many GPUs (or CPU ranks)."""
         instances = self.measured.get("instances")
         if not instances:
             return self.measured.get("prefill_tokens_per_s")
         before = instances.get(draft.name) or {}
         same_model = before.get("model") == str(draft.settings.get("model")).rstrip("/")
-        return before.get("prefill_tokens_per_s") if same_model else None
+        same_ranks = before.get("tensor_parallel_size") == draft.ranks
+        return before.get("prefill_tokens_per_s") if same_model and same_ranks else None
 
     def _prefill(self, draft: _Draft) -> float | None:
         own = draft.settings.get("prefill_tokens_per_s")
