@@ -1,4 +1,4 @@
-"""Plots for the report: matplotlib's SVG, made to sit inside a page and follow its light or dark colours."""
+"""Plots: matplotlib's SVG, made to sit inside a page, or alone, and follow its light or dark colours."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 #: Colours that matplotlib draws with, each replaced by a variable of the page. They must be colours that nothing else
@@ -152,6 +153,14 @@ def draw(chart: Chart) -> str:
             metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     return _for_page(buffer.getvalue(), chart)
+
+
+def as_file(chart: Chart) -> str:
+    """The chart as a file of its own, with the report's colours, light or dark as the reader's system has it."""
+    palette = (files("kvfleet") / "report_templates" / "palette.css").read_text(encoding="utf-8")
+    look = f"{palette}svg {{ font-family: system-ui, sans-serif; background: var(--card); }}"
+    svg = draw(chart).replace("<title>", f"<style>\n{look}\n</style><title>", 1)
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{svg}'
 
 
 def _for_page(svg: str, chart: Chart) -> str:

@@ -502,7 +502,7 @@ def html(records: Sequence[Record], now: float | None = None) -> str:
         profiles=PROFILES,
         article=article,
         record_id=results.record_id,
-        css=(folder / "report.css").read_text(encoding="utf-8"),
+        css="".join((folder / name).read_text(encoding="utf-8") for name in ("palette.css", "report.css")),
     )
 
 

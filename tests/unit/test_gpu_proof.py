@@ -395,10 +395,23 @@ def test_a_trial_stands_beside_the_profile_that_it_changed() -> None:
     assert "| no | gpu | `--kv-offloading-size 20` | | | not run: ERROR no such thing | | | | |" in section
 
 
+def test_warm_passes_are_drawn_against_concurrency() -> None:
+    other = {"proof_profile": "try-native", "base": "gpu", "load": TRIAL["cpu"]["load"]}
+    ours = {"proof_profile": "try-chunk", "base": "cpu", "load": TRIAL["cpu"]["load"]}
+    requests, ttft = report.charts(RELEASE, TRIAL, [other, ours])
+    assert [line.label for line in requests.lines] == ["gpu", "cpu", "try-native"]
+    # the cold pass at 32 is no point of the line
+    assert requests.lines[0].points == [(8.0, 8.0), (32.0, 12.0)]
+    assert ttft.lines[1].points == [(8.0, 30.5), (32.0, 733.5)]
+    assert f"](measured/gpu/{requests.name}.svg)" in report.render(TRIAL, SUMMARY)
+
+
 def test_what_was_planned_stands_beside_what_was_measured() -> None:
     measured = record("cpu", run("warm", 8, 1.0, 1.0))
     measured["plan"]["instances"][0].update(
-        kv_bytes_per_token_per_rank=131072, tiers={"cpu": {"pays": "yes", "needed_bytes_per_s": 131072 * 30000}}
+        kv_bytes_per_token_stored=131072,
+        kv_bytes_per_token_per_rank=65536,
+        tiers={"cpu": {"pays": "yes", "needed_bytes_per_s": 131072 * 30000}},
     )
     measured["truth"] = {"instances": [{"prefill_tokens_per_s": 25000.0}]}
     section = report.render({"cpu": measured}, SUMMARY)

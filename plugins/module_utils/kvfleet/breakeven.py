@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-#: Share of a card's dense 16-bit peak that prefill reaches. 0.24-0.33 were seen under mixed load on an H200
-#: (15,000-20,000 tokens/s of an 8B model); pure prefill of large batches does better. The estimate is high on
-#: purpose: a tier must beat a fast recompute to be said to pay.
-PREFILL_EFFICIENCY = 0.45
+#: Share of a card's dense 16-bit peak that prefill reaches. One prompt alone of an 8B model reached 0.63 on an H200
+#: (38,836 tokens/s) and 0.41 of two (49,879; docs/measured/gpu), 0.24-0.33 were seen under mixed load. The estimate is
+#: above all of them on purpose: a tier must beat a fast recompute to be said to pay.
+PREFILL_EFFICIENCY = 0.65
 #: Seconds that a lookup and load take whatever their size, by tier (an estimate; only break_even_tokens uses it).
 TIER_LATENCY_S = {"cpu": 0.005, "disk": 0.010}
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import settings
 from .host import own_seconds
+
+if TYPE_CHECKING:
+    from kvfleet.plots import Chart
 
 ROOT = Path(__file__).resolve().parents[3]
 BEGIN, END = "<!-- gpu-proof: made by scripts/gpu-proof report -->", "<!-- gpu-proof: end -->"
@@ -263,6 +267,10 @@ def render(
             lines.append(f"| {profile} | | | | not run: {_reason(summary, profile)} | | | | | | | |")
             continue
         lines += [_row(profile, run, records.get(settings.BASELINES.get(profile, "gpu"))) for run in runs_of(record)]
+    lines += [
+        "",
+        *(f"![{chart.title}](measured/gpu/{chart.name}.svg)" for chart in charts(proof["release"], records, trials)),
+    ]
     lines += ["", "| goal | wanted | measured | |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(line)} |" for line in goals(records, summary)]
     told = pays(records)
@@ -289,6 +297,42 @@ def render(
     for more in (_predictions(records), _trials(trials, records), _circumstances(summary, services)):
         lines += ["", *more] if more else []
     return "\n".join(lines) + "\n"
+
+
+def charts(release: str, records: Mapping[str, Mapping[str, Any]], trials: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Requests per second and TTFT against concurrency, warm passes: the profiles of one GPU and its pool, and what
+    was tried in place of ``gpu`` (such as the engine's own offload).
+    """
+    from kvfleet.plots import ACCENT, STYLES, Chart, Line
+
+    drawn = [
+        Line(name, (), colour, marker, style)
+        for name, (colour, marker, style) in {**STYLES, "article": (ACCENT, "D", "--")}.items()
+        if name in records
+    ]
+    drawn += [
+        Line(trial["proof_profile"], (), ACCENT, "v", ":", hollow=True) for trial in trials if trial["base"] == "gpu"
+    ]
+    sources = {**records, **{trial["proof_profile"]: trial for trial in trials}}
+    made = []
+    for name, words, unit, path in (
+        ("requests", "Requests per second", "requests/s", ("requests_per_s",)),
+        ("ttft", "Mean time to the first token", "ms", ("ttft", "mean")),
+    ):
+        lines = []
+        for line in drawn:
+            record = sources[line.label]
+            pairs = [(many, figure(record, "warm", many, *path)) for many in concurrencies({"": record})]
+            points = [(float(many), value) for many, value in pairs if value is not None]
+            lines += [replace(line, points=points)] if points else []
+        ticks = sorted({many for line in lines for many, _ in line.points})
+        made.append(
+            Chart(
+                f"{release}-{name}", f"{words}, {release}", "requests at a time, warm", unit, lines, log_x=True,
+                x_ticks=ticks,
+            )
+        )  # fmt: skip
+    return made
 
 
 def section(results: Path) -> str:
@@ -318,7 +362,8 @@ def _predictions(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
         engine = (record.get("outcome") or {}).get("engine") or {}
         truth: Mapping[str, Any] = next(iter((record.get("truth") or {}).get("instances") or [{}]))
         needed = next((tier.get("needed_bytes_per_s") for tier in (planned.get("tiers") or {}).values()), None)
-        per_token = planned.get("kv_bytes_per_token_per_rank")
+        # what a tier holds of a token, over all ranks: the plan's need was made with it
+        per_token = planned.get("kv_bytes_per_token_stored")
         for what, said, seen in (
             ("GPU KV tokens", planned.get("gpu_kv_tokens"), engine.get("kv_tokens")),
             ("prefill tokens/s (the break-even is made of it)", needed / per_token if needed and per_token else None,
@@ -416,6 +461,11 @@ def main(collected: Sequence[Path], results: Path | None, document: Path | None)
     for folder in collected:
         for path in store(folder, results):
             print(path)
+    from kvfleet.plots import as_file
+
+    for release in releases(results):
+        for chart in charts(release, newest(results, release)[0], tries(results, release)):
+            (results / f"{chart.name}.svg").write_text(as_file(chart))
     document.write_text(replace_section(document.read_text(), section(results)))
     print(document)
     return 0
