@@ -47,9 +47,16 @@ options:
     suboptions:
       <<: *attributes
       content:
-        description: The whole text of the file.
+        description: The whole text of the file; this or O(files[].template).
         type: str
-        required: true
+      template:
+        description:
+          - Path of a template on the controller, rendered as C(ansible.builtin.template) does it.
+          - The action plugin of the same name does that; the module itself gets the content.
+        type: str
+      variables:
+        description: Variables for the template, beside all others.
+        type: dict
 attributes:
   check_mode:
     description: Says what would change. Folders and users that are missing count as announced by a task before.
@@ -67,7 +74,7 @@ EXAMPLES = r"""
       - {path: /etc/kvfleet, group: kvfleet, mode: "0750"}
     files:
       - path: /etc/systemd/system/kvfleet.target
-        content: "{{ lookup('ansible.builtin.template', 'kvfleet.target.j2') }}"
+        template: "{{ role_path }}/templates/kvfleet.target.j2"
         mode: "0644"
 """
 
@@ -109,7 +116,14 @@ ARGUMENTS: dict[str, Any] = {
         "type": "list",
         "elements": "dict",
         "default": [],
-        "options": {**_ATTRIBUTES, "content": {"type": "str", "required": True}},
+        "options": {
+            **_ATTRIBUTES,
+            "content": {"type": "str"},
+            "template": {"type": "str"},
+            "variables": {"type": "dict"},
+        },
+        "mutually_exclusive": [("content", "template")],
+        "required_one_of": [("content", "template")],
     },
 }
 
@@ -228,6 +242,13 @@ def main() -> None:
     os.umask(0o077)
     path = ""
     try:
+        left = [entry["path"] for entry in files if entry["content"] is None]
+        if left:
+            raise refuse(
+                "KVF-HOST-067",
+                f"The template of {left[0]} was not rendered on the controller.",
+                "Set action_plugins in ansible.cfg to this checkout's plugins/action.",
+            )
         filecheck.check_targets(
             [entry["path"] for entry in folders],
             [entry["path"] for entry in files],

@@ -77,6 +77,14 @@ def test_documentation_and_arguments_are_the_same() -> None:
     assert yaml.safe_load(host_files.RETURN)
 
 
+def test_a_template_that_nobody_rendered_is_refused(call: Call, tmp_path: Path) -> None:
+    rest = entry(tmp_path / "a", mode="0644")
+    assert "KVF-HOST-067" in call(files=[{**rest, "template": "/x.j2"}])["msg"]
+    assert not (tmp_path / "a").exists()
+    assert "mutually exclusive" in call(files=[{**rest, "template": "/x.j2", "content": "x"}])["msg"]
+    assert "one of the following is required" in call(files=[rest])["msg"]
+
+
 def test_makes_all_and_then_changes_nothing(call: Call, tmp_path: Path) -> None:
     folder = tmp_path / "opt" / "kvfleet" / "libexec"
     folders = [entry(folder, mode="0750"), entry(tmp_path / "etc", mode="0755")]

@@ -65,8 +65,9 @@ def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                                   "dest": "{{ out }}/kvfleet-vllm@{{ instance['name'] }}.lmcache.yaml"}},
         {"name": "record", "ansible.builtin.copy": {"content": "{{ host_plan__result['record'] }}\n",
                                                     "dest": "{{ out }}/plan.json"}},
-        {"name": "the roles' own", "ansible.builtin.copy": {"content": "{{ ours | to_json }}",
-                                                            "dest": "{{ out }}/ours"}},
+        {"name": "what the roles ask for", "ansible.builtin.copy": {"content": "{{ ours | to_json }}",
+                                                                    "dest": "{{ out }}/ours.json"}},
+        {"name": "the roles' own", "host_files": {"files": "{{ here }}"}},
     ]  # fmt: skip
     play = {
         "hosts": "localhost",
@@ -88,10 +89,17 @@ def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                 "record": files_of("host_plan", "record.yml"),
                 "helper": files_of("service_user", "main.yml"),
             },
+            # the same files, but in a folder of their own and of this user
+            "here": "{%- set files = [] -%}"
+            "{%- for file in ours.values() | flatten -%}"
+            "{%- set _ = files.append(file | combine({'path': out ~ '/ours/' ~ file['path'] | basename,"
+            f" 'owner': '{os.geteuid()}', 'group': '{os.getegid()}'}})) -%}}"
+            "{%- endfor -%}{{ files }}",
         },
         "tasks": tasks,
     }
     (folder / "play.yml").write_text(yaml.safe_dump([play]))
+    (folder / "ours").mkdir()
     (folder / "facts").write_text(json.dumps(facts))
     done = subprocess.run(
         [Path(sys.executable).parent / "ansible-playbook", "-i", "localhost,", "-c", "local",
@@ -100,25 +108,25 @@ def rendered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "ours").read_text()), folder
+    return json.loads((folder / "ours.json").read_text()), folder
 
 
 def test_the_same_bytes(rendered: tuple[Any, Path]) -> None:
     ours, folder = rendered
     files = [file for kind in ("servers", "instances", "trim", "record") for file in ours[kind]]
     for file in files:
-        expected = (folder / Path(file["path"]).name).read_bytes()
-        assert file["content"].encode() == expected, file["path"]
+        name = Path(file["path"]).name
+        assert (folder / "ours" / name).read_bytes() == (folder / name).read_bytes(), name
     in_process = not ours["servers"]
     assert sorted(Path(file["path"]).name for file in files) == sorted(
-        path.name for path in folder.iterdir() if path.name not in ("play.yml", "facts", "ours")
+        path.name for path in folder.iterdir() if path.name not in ("play.yml", "facts", "ours", "ours.json")
     )
     assert len(files) == (2 + 2 + 4 + 3 + 1 if in_process else 1 + 2 + 4 + 3 + 1)
 
 
 def test_the_helper_is_the_file_of_the_role(rendered: tuple[Any, Path]) -> None:
-    (helper,) = rendered[0]["helper"]
-    assert helper["content"].encode() == (ROOT / "roles/service_user/files/kvfleet-unit").read_bytes()
+    written = (rendered[1] / "ours" / "kvfleet-unit").read_bytes()
+    assert written == (ROOT / "roles/service_user/files/kvfleet-unit").read_bytes()
 
 
 def test_places_and_rights(rendered: tuple[Any, Path]) -> None:
@@ -151,4 +159,4 @@ def test_places_and_rights(rendered: tuple[Any, Path]) -> None:
 
 
 def test_no_key_in_what_is_shown(rendered: tuple[Any, Path]) -> None:
-    assert "canary" not in json.dumps(rendered[0])
+    assert all("canary" not in path.read_text() for path in (rendered[1] / "ours").iterdir())
