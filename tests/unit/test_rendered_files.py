@@ -160,3 +160,36 @@ def test_places_and_rights(rendered: tuple[Any, Path]) -> None:
 
 def test_no_key_in_what_is_shown(rendered: tuple[Any, Path]) -> None:
     assert all("canary" not in path.read_text() for path in (rendered[1] / "ours").iterdir())
+
+
+def test_a_first_check_run_says_what_it_would_make_and_makes_nothing(tmp_path: Path) -> None:
+    made = plan()
+    services.attach_commands(made)
+    made["paths"] = {**made["paths"], "etc": f"{tmp_path}/host/etc", "state": f"{tmp_path}/host/state"}
+    (tmp_path / "plan.json").write_text(json.dumps({"kvfleet_plan": made}))
+    tasks = [
+        {"name": "include", "ansible.builtin.include_role": {"name": name}}
+        for name in ("service_user", "lmcache_server")
+    ]
+    record = {"name": "host_plan", "tasks_from": "record.yml"}
+    tasks.append({"name": "include", "ansible.builtin.include_role": record, "vars": {"host_plan__record": "{}"}})
+    values = {
+        # neither the user nor any folder of it is there
+        "kvfleet_service_user": "nobody-has-this-name",
+        "service_user_helper": f"{tmp_path}/host/libexec/kvfleet-unit",
+        "ansible_connection": "local",
+        "ansible_python_interpreter": sys.executable,
+    }
+    play = {"hosts": "localhost", "gather_facts": False, "vars": values, "tasks": tasks}
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    done = subprocess.run(
+        [Path(sys.executable).parent / "ansible-playbook", "--check", "--diff", "-i", "localhost,",
+         "-e", f"@{tmp_path}/plan.json", tmp_path / "play.yml"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_ROLES_PATH": str(ROOT / "roles")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    # the user, its files, the units and the plan
+    assert "changed=4 " in done.stdout
+    assert "+ExecStart=" in done.stdout
+    assert not (tmp_path / "host").exists()
