@@ -86,14 +86,3 @@ def test_what_the_plan_does_not_name_any_more_goes_with_all_it_had(two, ready):
     assert not [name for name in ready.sh("ls /dev/shm").split() if "second" in name or "old" in name]
     ready.wait("the watcher looks at what is left", lambda: ready.health(SECOND) == {} and ready.well())
     assert ready.pid(ENGINE) == first
-
-
-def test_ranks_of_one_instance_meet_where_no_other_host_reaches_them(host, ready):
-    """The run itself refuses a listener that nobody planned (KVF-SVC-012); here the host's own table is asked."""
-    host.play("site.yml", kvfleet_instances=[{**TINY, "tensor_parallel_size": 2}])
-    assert ready.well()
-    assert "--tensor-parallel-size\n2" in "\n".join(words(host, ENGINE))
-    of_engine = [line.split()[3] for line in host.sh("ss -Hltnp").splitlines() if "VLLM" in line or "vllm" in line]
-    # the API, and what the ranks opened for each other
-    assert len(of_engine) > 1
-    assert all(address.startswith(("127.", "[::1]")) for address in of_engine)
