@@ -12,7 +12,7 @@ from ansible.plugins.action import ActionBase
 from ansible.template import generate_ansible_template_vars, trust_as_template
 
 
-class ActionModule(ActionBase):
+class ActionModule(ActionBase):  # type: ignore[misc]
     """Renders what ansible.builtin.template would render, and calls the module once for all files.
 
     The lookup ``template`` could do that too, but copies all variables for every template, those about the other hosts
@@ -23,6 +23,7 @@ class ActionModule(ActionBase):
         """Render, then run the module."""
         super().run(tmp, task_vars)
         arguments = dict(self._task.args)
+        arguments["rendered"] = True
         arguments["files"] = [self.content_of(dict(file), task_vars or {}) for file in arguments.get("files") or []]
         answer: dict[str, Any] = self._execute_module(
             module_name="host_files", module_args=arguments, task_vars=task_vars

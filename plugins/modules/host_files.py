@@ -57,6 +57,10 @@ options:
       variables:
         description: Variables for the template, beside all others.
         type: dict
+  rendered:
+    description: Set by the action plugin of the same name, without which no template would be rendered.
+    type: bool
+    default: false
 attributes:
   check_mode:
     description: Says what would change. Folders and users that are missing count as announced by a task before.
@@ -94,6 +98,7 @@ changed_files:
 import grp
 import os
 import pwd
+import re
 import stat
 import tempfile
 from collections.abc import Callable
@@ -111,6 +116,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "mode": {"type": "str", "required": True},
 }
 ARGUMENTS: dict[str, Any] = {
+    "rendered": {"type": "bool", "default": False},
     "folders": {"type": "list", "elements": "dict", "default": [], "options": _ATTRIBUTES},
     "files": {
         "type": "list",
@@ -148,7 +154,7 @@ def folder_at(path: str) -> str:
     """What ``path`` leads to, in the words of :mod:`filecheck`."""
     kind = file_at(path)
     if kind == filecheck.LINK:
-        if Path(path).parent.stat().st_uid not in (0, os.geteuid()):
+        if Path(path).lstat().st_uid not in (0, os.geteuid()):
             kind = filecheck.FOREIGN_LINK
         elif Path(path).exists():
             kind = file_at(os.path.realpath(path))
@@ -171,6 +177,16 @@ def check_names(entries: list[dict[str, Any]]) -> None:
         raise KvfleetError(*missing.values())
 
 
+def numbers(entry: dict[str, Any]) -> tuple[int, int, int]:
+    """User id, group id and mode of an entry; KeyError for a name that the host does not have."""
+    owner, group = entry["owner"], entry["group"]
+    return (
+        int(owner) if owner.isdigit() else pwd.getpwnam(owner).pw_uid,
+        int(group) if group.isdigit() else grp.getgrnam(group).gr_gid,
+        int(entry["mode"], 8),
+    )
+
+
 class Writer:
     """Makes folders and files of one call and remembers what differed."""
 
@@ -184,78 +200,112 @@ class Writer:
         """Set owner, group and mode of ``path``; whether any differed."""
         if self.module.check_mode and not Path(path).exists():
             return True
-        diff: dict[str, Any] = {}
-        wanted = self.module.load_file_common_arguments({**entry, "path": path, "follow": True})
-        if self.module.check_mode:
-            # a user that a task before would have made cannot be compared
-            try:
-                check_names([entry])
-            except KvfleetError:
-                return True
-        changed = bool(self.module.set_fs_attributes_if_different(wanted, False, diff=diff))
-        if changed:
-            self.diffs.append({**diff, "before_header": path, "after_header": path})
-        return changed
+        try:
+            wanted = numbers(entry)
+        except KeyError:
+            # check mode: a user that a task before would have made; a real run has refused it before
+            return True
+        found = Path(path).stat()
+        now = (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode))
+        if now == wanted:
+            return False
+        before, after = ({"owner": uid, "group": gid, "mode": f"{mode:04o}"} for uid, gid, mode in (now, wanted))
+        self.diffs.append({"before": before, "after": after, "before_header": path, "after_header": path})
+        if not self.module.check_mode:
+            os.chown(path, wanted[0], wanted[1])
+            # after the owner: a change of owner takes special bits away
+            Path(path).chmod(wanted[2])
+        return True
 
     def folder(self, entry: dict[str, Any]) -> None:
         """Make a folder, with those above it, and set its attributes."""
         path = entry["path"]
         missing = [one for one in (path, *filecheck.parents(path)) if not Path(one).is_dir()]
-        for one in reversed(missing):
-            if not self.module.check_mode:
-                Path(one).mkdir()
-            if one != path:
-                self.attributes(entry, one)
         if missing:
             self.diffs.append({"before": {"state": "absent"}, "after": {"state": "directory"}, "after_header": path})
-        if self.attributes(entry, path) or missing:
+        for one in reversed(missing):
+            if not self.module.check_mode:
+                uid, gid, mode = numbers(entry)
+                # with its mode at once: a run that is killed here leaves no folder above that nobody may enter
+                Path(one).mkdir(mode=mode)
+                os.chown(one, uid, gid)
+                Path(one).chmod(mode)
+        if missing or self.attributes(entry, path):
             self.folders.append(path)
 
     def file(self, entry: dict[str, Any]) -> None:
-        """Write a file whose content differs and set its attributes."""
+        """Write a file whose content differs, or set the attributes of one whose content is right."""
         path, wanted = entry["path"], entry["content"].encode("utf-8", "surrogateescape")
-        plain = file_at(path) == filecheck.FILE
-        found = Path(path).read_bytes() if plain else None
-        differs = found != wanted
-        if differs:
-            if self.module._diff:
-                before = (found or b"").decode("utf-8", "replace")
-                self.diffs.append(
-                    {"before": before, "after": entry["content"], "before_header": path, "after_header": path}
-                )
-            if not self.module.check_mode:
-                handle, temporary = tempfile.mkstemp(dir=self.module.tmpdir)
-                with os.fdopen(handle, "wb") as stream:
-                    stream.write(wanted)
-                self.module.atomic_move(temporary, path, keep_dest_attrs=plain)
-        if (differs and self.module.check_mode and not plain) or self.attributes(entry, path) or differs:
-            self.files.append(path)
+        found = Path(path).read_bytes() if file_at(path) == filecheck.FILE else None
+        if found == wanted:
+            if self.attributes(entry, path):
+                self.files.append(path)
+            return
+        if self.module._diff:
+            before = (found or b"").decode("utf-8", "replace")
+            self.diffs.append(
+                {"before": before, "after": entry["content"], "before_header": path, "after_header": path}
+            )
+        if not self.module.check_mode:
+            self.replace(entry, wanted)
+        self.files.append(path)
+
+    def replace(self, entry: dict[str, Any], content: bytes) -> None:
+        """Put a whole file with its owner and mode in the place of what was there, in one step."""
+        path = entry["path"]
+        uid, gid, mode = numbers(entry)
+        handle, temporary = tempfile.mkstemp(dir=Path(path).parent, prefix=".kvfleet-")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+                os.fchown(stream.fileno(), uid, gid)
+                os.fchmod(stream.fileno(), mode)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(temporary).rename(path)
+        except OSError:
+            Path(temporary).unlink()
+            raise
+        self.module.set_default_selinux_context(path, False)
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
+    # no_log: the journal of the host would get every file of every run; answers and diffs are as always
+    module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True, no_log=True)
     folders, files = module.params["folders"], module.params["files"]
     writer = Writer(module)
     # whole files would come back to the controller with every answer
     named = {"module_args": {kind: [entry["path"] for entry in module.params[kind]] for kind in ("folders", "files")}}
-    # what is new is root's alone until it has its owner and mode
-    os.umask(0o077)
+    # new folders get exactly their modes; files are made by mkstemp, for their maker alone
+    os.umask(0)
     path = ""
     try:
-        left = [entry["path"] for entry in files if entry["content"] is None]
-        if left:
+        if not module.params["rendered"] or any(entry["content"] is None for entry in files):
             raise refuse(
                 "KVF-HOST-067",
-                f"The template of {left[0]} was not rendered on the controller.",
-                "Set action_plugins in ansible.cfg to this checkout's plugins/action.",
+                "The action plugin host_files did not run on the controller.",
+                "Set action_plugins in ansible.cfg to this checkout's plugins/action; if ANSIBLE_ACTION_PLUGINS is set "
+                "in the environment, which wins, add that folder to it.",
             )
-        filecheck.check_targets(
-            [entry["path"] for entry in folders],
-            [entry["path"] for entry in files],
-            folder_at,
-            file_at,
-            announced=module.check_mode,
-        )
+        wrong = [entry for entry in (*folders, *files) if not re.fullmatch("[0-7]{3,4}", entry["mode"])]
+        if wrong:
+            raise refuse(
+                "KVF-HOST-068",
+                f"{wrong[0]['mode']!r} is no mode for {wrong[0]['path']}.",
+                "Give it as octal digits in quotes, such as '0644'.",
+            )
+        try:
+            filecheck.check_targets(
+                [entry["path"] for entry in folders],
+                [entry["path"] for entry in files],
+                folder_at,
+                file_at,
+                announced=module.check_mode,
+            )
+        except OSError as error:
+            raise refuse(
+                "KVF-HOST-069", f"{error.filename} could not be looked at: {error.strerror}.", "Repair that first."
+            ) from error
         if not module.check_mode:
             check_names([*folders, *files])
         try:
@@ -265,12 +315,10 @@ def main() -> None:
             for entry in files:
                 path = entry["path"]
                 writer.file(entry)
-        # Ansible's own functions raise bare exceptions, with the system's error as their cause
-        except Exception as error:
-            cause = error.__cause__ or error
+        except OSError as error:
             raise refuse(
                 "KVF-HOST-066",
-                f"{path} could not be written: {getattr(cause, 'strerror', None) or cause}.",
+                f"{path} could not be written: {error.strerror}.",
                 "Repair that and run this again: what was written before it stays and counts as done.",
             ) from error
     except KvfleetError as error:

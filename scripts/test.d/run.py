@@ -70,6 +70,8 @@ PARTS = (
             (str(BIN / "ruff"), "check"),
             (str(BIN / "ruff"), "format", "--check"),
             (str(BIN / "mypy"),),
+            # an action plugin has the name of its module: the two cannot be checked in one go
+            (str(BIN / "mypy"), "plugins/action"),
             (str(BIN / "yamllint"), "--strict", "."),
             (str(BIN / "ansible-lint"), "--offline"),
         ),

@@ -225,6 +225,28 @@ def variables_without_trace(extra_vars: Mapping[str, Any] | None) -> Iterator[li
         yield ["-e", f"@{path}"]
 
 
+#: where Ansible finds what belongs to this checkout, by the environment variable that wins over ansible.cfg
+_PLUGINS: Mapping[str, str] = {
+    "ANSIBLE_ACTION_PLUGINS": "plugins/action",
+    "ANSIBLE_CALLBACK_PLUGINS": "plugins/callback",
+    "ANSIBLE_LIBRARY": "plugins/modules",
+    "ANSIBLE_MODULE_UTILS": "plugins/module_utils",
+    "ANSIBLE_ROLES_PATH": "roles",
+}
+
+
+def plugin_paths(environment: Mapping[str, str]) -> dict[str, str]:
+    """Ansible's search paths with this checkout's folders first, then what ``environment`` names.
+
+    A variable that is set for another tool (a callback that records runs, say) would hide ours otherwise, and
+    ansible-runner itself sets the path of its callback.
+    """
+    return {
+        name: os.pathsep.join([str(ROOT / folder), *filter(None, [environment.get(name)])])
+        for name, folder in _PLUGINS.items()
+    }
+
+
 def run_playbook(
     playbook: Path,
     inventory: Path,
@@ -284,8 +306,7 @@ def run_playbook(
                 suppress_env_files=True,
                 envvars={
                     "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-                    # ansible-runner sets the path of its own callback, which wins over ansible.cfg
-                    "ANSIBLE_CALLBACK_PLUGINS": str(ROOT / "plugins" / "callback"),
+                    **plugin_paths(os.environ),
                     # ansible-playbook of this very environment, not another one on the PATH
                     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 },

@@ -507,3 +507,16 @@ def test_the_command_prints_events_and_result_as_json(small: Path) -> None:
     assert {line["kind"] for line in lines} == {"play", "start", "host", "result"}
     assert lines[-1]["exit"] == 4
     assert done.return_value == Exit.NEEDS_A_PERSON
+
+
+def test_ansible_finds_this_checkout_whatever_another_tool_exports():
+    found = runs.plugin_paths({"ANSIBLE_ACTION_PLUGINS": "/ara/plugins/action", "HOME": "/root"})
+    root = str(Path(__file__).resolve().parents[2])
+    assert found["ANSIBLE_ACTION_PLUGINS"] == f"{root}/plugins/action:/ara/plugins/action"
+    assert found["ANSIBLE_LIBRARY"] == f"{root}/plugins/modules"
+    # as ansible.cfg names them for people who call ansible-playbook
+    text = (Path(root) / "ansible.cfg").read_text()
+    named = {
+        line.split(" = ")[1] for line in text.splitlines() if line.split(" = ")[-1].startswith(("plugins/", "roles"))
+    }
+    assert {value.split(":")[0].removeprefix(f"{root}/") for value in found.values()} == named

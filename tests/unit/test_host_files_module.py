@@ -36,13 +36,16 @@ def entry(path: Path | str, content: str | None = None, mode: str = "0644", **mo
 def call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
     """Run the module; what it prints is its answer."""
 
-    def run(folders: Any = (), files: Any = (), check: bool = False, diff: bool = False) -> dict[str, Any]:
+    def run(
+        folders: Any = (), files: Any = (), check: bool = False, diff: bool = False, rendered: bool = True
+    ) -> dict[str, Any]:
         basic._ANSIBLE_ARGS = None
         # the remote folder stands on the same file system or not: a rename or a copy beside the target
         (tmp_path / "remote").mkdir(exist_ok=True)
         arguments = {
             "folders": list(folders),
             "files": list(files),
+            "rendered": rendered,
             "_ansible_check_mode": check,
             "_ansible_diff": diff,
             "_ansible_remote_tmp": str(tmp_path / "remote"),
@@ -68,6 +71,9 @@ def test_documentation_and_arguments_are_the_same() -> None:
     assert set(documented) == set(host_files.ARGUMENTS)
     for name, words in documented.items():
         argument = host_files.ARGUMENTS[name]
+        assert {words["type"]: words["default"]} == {argument["type"]: argument["default"]}
+        if name == "rendered":
+            continue
         assert set(words["suboptions"]) == set(argument["options"])
         for option, sub in words["suboptions"].items():
             assert {key: sub.get(key) for key in ("type", "default", "required")} == {
@@ -79,6 +85,8 @@ def test_documentation_and_arguments_are_the_same() -> None:
 
 def test_a_template_that_nobody_rendered_is_refused(call: Call, tmp_path: Path) -> None:
     rest = entry(tmp_path / "a", mode="0644")
+    # without the action plugin the first call of a run is refused, not the first one with a template
+    assert "KVF-HOST-067" in call(files=[{**rest, "content": "x"}], rendered=False)["msg"]
     assert "KVF-HOST-067" in call(files=[{**rest, "template": "/x.j2"}])["msg"]
     assert not (tmp_path / "a").exists()
     assert "mutually exclusive" in call(files=[{**rest, "template": "/x.j2", "content": "x"}])["msg"]
@@ -163,17 +171,32 @@ def test_check_mode_says_the_same_and_writes_nothing(call: Call, tmp_path: Path)
 def test_a_new_file_is_never_readable_for_more_than_its_mode_says(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seen: dict[str, str] = {}
+    real = Path.rename
+
+    def look(path: Path, target: str) -> Path:
+        seen[target] = f"{mode(path)} {path.read_text()}"
+        return real(path, target)
+
+    monkeypatch.setattr(host_files.Path, "rename", look)
+    key = tmp_path / "folder" / "key"
+    call([entry(tmp_path / "folder", mode="0750")], [entry(key, "k\n", "0640")])
+    # a file that everybody may read today
+    key.chmod(0o666)
+    answer = call(files=[entry(key, "new\n", "0640")], diff=True)
+    # whole, and with its mode, before anybody can open it under its name; so there is one difference, not two
+    assert seen[str(key)] == "0640 new\n"
+    assert [diff["after"] for diff in answer["diff"]] == ["new\n"]
+    assert mode(key) == "0640"
+
+
+def test_new_folders_have_their_mode_from_the_start(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
-    real = basic.AnsibleModule.set_fs_attributes_if_different
-
-    def look(module: Any, wanted: dict[str, Any], *words: Any, **more: Any) -> Any:
-        seen.append(mode(Path(wanted["path"])))
-        return real(module, wanted, *words, **more)
-
-    monkeypatch.setattr(basic.AnsibleModule, "set_fs_attributes_if_different", look)
-    call([entry(tmp_path / "folder", mode="0750")], [entry(tmp_path / "folder" / "key", "k\n", "0640")])
-    assert seen == ["0700", "0600"]
-    assert mode(tmp_path / "folder" / "key") == "0640"
+    monkeypatch.setattr(host_files.os, "chown", lambda path, *_: seen.append(mode(Path(path))))
+    call([entry(tmp_path / "a" / "b", mode="0755")])
+    assert seen == ["0755", "0755"]
 
 
 def test_all_is_checked_before_the_first_write(call: Call, tmp_path: Path) -> None:
@@ -215,22 +238,66 @@ def test_unknown_owners_are_refused_before_the_first_write(call: Call, tmp_path:
 def test_a_failure_names_the_file_and_what_was_done_before(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = basic.AnsibleModule.atomic_move
+    real = Path.rename
 
-    def full(module: Any, source: str, target: str, **more: Any) -> None:
+    def full(path: Path, target: str) -> Path:
         if target.endswith("second"):
-            try:
-                raise OSError(28, "No space left on device")
-            except OSError as error:
-                raise Exception(f"Failed to replace {target!r}.") from error
-        real(module, source, target, **more)
+            raise OSError(28, "No space left on device")
+        return real(path, target)
 
-    monkeypatch.setattr(basic.AnsibleModule, "atomic_move", full)
-    answer = call(files=[entry(tmp_path / name, "x") for name in ("first", "second", "third")])
+    monkeypatch.setattr(host_files.Path, "rename", full)
+    answer = call(files=[entry(tmp_path / name, "secret") for name in ("first", "second", "third")])
     assert answer["failed"]
     assert answer["msg"].startswith(f"KVF-HOST-066: {tmp_path}/second could not be written: No space left on device.")
     assert (answer["changed"], answer["changed_files"]) == (True, [str(tmp_path / "first")])
-    assert not (tmp_path / "third").exists()
+    assert "secret" not in json.dumps(answer)
+    # neither the third nor anything half
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["first", "remote"]
+
+
+def test_an_owner_that_cannot_be_set_is_a_failure_of_that_file(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str, *_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    (tmp_path / "second").write_text("x")
+    (tmp_path / "second").chmod(0o600)
+    monkeypatch.setattr(host_files.os, "chown", refused)
+    answer = call(files=[entry(tmp_path / name, "x") for name in ("first", "second")])
+    assert answer["msg"].startswith(f"KVF-HOST-066: {tmp_path}/second could not be written: Operation not permitted.")
+    assert answer["changed_files"] == [str(tmp_path / "first")]
+    assert answer["invocation"] == {
+        "module_args": {"folders": [], "files": [f"{tmp_path}/first", f"{tmp_path}/second"]}
+    }
+
+
+def test_what_cannot_be_looked_at_is_one_sentence(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    answer = call(files=[entry(tmp_path / "loop" / "a", "x")])
+    assert answer["msg"].startswith("KVF-HOST-069: ")
+    assert "Too many levels of symbolic links" in answer["msg"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_below_a_file_there_will_never_be_a_folder(call: Call, tmp_path: Path, check: bool) -> None:
+    (tmp_path / "key").write_text("x")
+    answer = call(files=[entry(tmp_path / "key" / "sub" / "f", "x")], check=check)
+    assert [finding["code"] for finding in answer["findings"]] == ["KVF-HOST-061"]
+    assert f"{tmp_path}/key has to be a folder but is a file" in answer["msg"]
+
+
+@pytest.mark.parametrize("wrong", ["u=rw", "644x", "9", ""])
+def test_modes_are_octal_digits(call: Call, tmp_path: Path, wrong: str) -> None:
+    assert call(files=[entry(tmp_path / "a", "x", wrong)])["msg"].startswith("KVF-HOST-068: ")
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_journal_gets_no_contents(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(basic.AnsibleModule, "log", lambda _, text, **__: logged.append(str(text)))
+    call(files=[entry(tmp_path / "a", "every line of it\n")])
+    assert "every line of it" not in "".join(logged)
 
 
 def test_a_link_is_replaced_and_not_written_through(call: Call, tmp_path: Path) -> None:
@@ -258,14 +325,11 @@ def test_a_folder_may_be_a_link_of_root_and_of_nobody_else(
     assert call([entry(tmp_path / "state", mode="0750")])["changed_folders"] == [str(tmp_path / "state")]
     assert (mode(tmp_path / "data"), (tmp_path / "state").is_symlink()) == ("0750", True)
     assert not call([entry(tmp_path / "state", mode="0750")])["changed"]
-    # in a folder of the service user, which can let it lead anywhere
-    real = os.stat
-
-    def foreign(path: Any, *words: Any, **more: Any) -> os.stat_result:
-        found = real(path, *words, **more)
-        return os.stat_result([*found[:4], 4711, *found[5:]]) if str(path) == str(tmp_path) else found
-
-    monkeypatch.setattr(host_files.os, "stat", foreign)
+    # a link that the service user made, which can let it lead anywhere
+    if os.geteuid() == 0:
+        os.lchown(tmp_path / "state", 4711, -1)
+    else:
+        monkeypatch.setattr(host_files.os, "geteuid", lambda: 4711)
     answer = call([entry(tmp_path / "state", mode="0755")])
     assert [finding["code"] for finding in answer["findings"]] == ["KVF-HOST-064"]
     assert mode(tmp_path / "data") == "0750"

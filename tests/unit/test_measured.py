@@ -79,6 +79,9 @@ def test_the_plan_takes_the_speed_of_the_same_instance_and_model():
     fed = tier({own["name"]: entry})
     assert fed["tiers"]["disk"]["needed_bytes_per_s"] == 5000 * own["kv_bytes_per_token_stored"]
     assert "history" in fed["reasons"]["tiers"]
+    # a record that does not tell the number of ranks yet
+    old = tier({own["name"]: {key: value for key, value in entry.items() if key != "tensor_parallel_size"}})
+    assert old["tiers"] == fed["tiers"]
     # another model, or the same one on two GPUs, said nothing about this one
     for change in ({"model": "/m/other"}, {"tensor_parallel_size": 2}):
         other = tier({own["name"]: {**entry, **change}})

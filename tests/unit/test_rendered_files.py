@@ -193,3 +193,28 @@ def test_a_first_check_run_says_what_it_would_make_and_makes_nothing(tmp_path: P
     assert "changed=4 " in done.stdout
     assert "+ExecStart=" in done.stdout
     assert not (tmp_path / "host").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "said"),
+    [
+        ({"content": "x"}, {"ANSIBLE_ACTION_PLUGINS": "/nowhere"}, "KVF-HOST-067"),
+        ({"template": "/nowhere/x.j2"}, {}, "The template /nowhere/x.j2 of"),
+        ({"template": __file__, "content": "x"}, {}, "has a content too"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused_at_the_first_call(
+    file: dict[str, str], environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    words = {**file, "path": str(tmp_path / "x"), "mode": "0644", "owner": str(os.geteuid())}
+    play = {"hosts": "localhost", "gather_facts": False, "tasks": [{"name": "write", "host_files": {"files": [words]}}]}
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
+    done = subprocess.run(
+        [Path(sys.executable).parent / "ansible-playbook", "-i", "localhost,", "-c", "local",
+         "-e", f"ansible_python_interpreter={sys.executable}", tmp_path / "play.yml"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), **environment},
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert said in done.stdout + done.stderr
+    assert not (tmp_path / "x").exists()

@@ -62,12 +62,13 @@ def check_targets(
             text = f"{path} has to be a file but is {_WORDS[kind]}."
             wrong.append(Finding("KVF-HOST-062", text, "Move it away, then run this again."))
         above = posixpath.dirname(path)
-        kind = folder_at(above)
-        if kind != ABSENT:
-            wrong += _no_folder(above, kind)
-        elif above not in made and not announced:
+        # the nearest that exists: below a file there will never be a folder
+        nearest = next(one for one in parents(path) if folder_at(one) != ABSENT)
+        trouble = _no_folder(nearest, folder_at(nearest))
+        if not trouble and nearest != above and above not in made and not announced:
             text = f"The folder of {path} is missing."
-            wrong.append(Finding("KVF-HOST-063", text, f"Make {above} first, then run this again."))
+            trouble = [Finding("KVF-HOST-063", text, f"Make {above} first, then run this again.")]
+        wrong += trouble
     if wrong:
         # two files of one folder have the same trouble
         raise KvfleetError(*{str(finding): finding for finding in wrong}.values())

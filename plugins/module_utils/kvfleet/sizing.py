@@ -856,7 +856,8 @@ class _Planner:
             return self.measured.get("prefill_tokens_per_s")
         before = instances.get(draft.name) or {}
         same_model = before.get("model") == str(draft.settings.get("model")).rstrip("/")
-        same_ranks = before.get("tensor_parallel_size") == draft.ranks
+        # records of proofs before 2026-12 do not say it; theirs counts until the next proof
+        same_ranks = before.get("tensor_parallel_size", draft.ranks) == draft.ranks
         return before.get("prefill_tokens_per_s") if same_model and same_ranks else None
 
     def _prefill(self, draft: _Draft) -> float | None:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -311,7 +312,8 @@ def charts(release: str, records: Mapping[str, Mapping[str, Any]], trials: Seque
         if name in records
     ]
     drawn += [
-        Line(trial["proof_profile"], (), ACCENT, "v", ":", hollow=True) for trial in trials if trial["base"] == "gpu"
+        Line(trial["proof_profile"], (), ACCENT, marker, ":", hollow=True)
+        for trial, marker in zip((trial for trial in trials if trial["base"] == "gpu"), cycle("vP*Xd"), strict=False)
     ]
     sources = {**records, **{trial["proof_profile"]: trial for trial in trials}}
     made = []
