@@ -21,9 +21,11 @@ from gpuproof import pack  # noqa: E402
 
 from kvfleet.bundles import fetch_wheels, read_lock  # noqa: E402
 from kvfleet.core.lockfile import Lock, render_lock  # noqa: E402
+from kvfleet.matrix import find_release, load_matrix  # noqa: E402
 
 RELEASE, PYTHON = "cu13-0.25.1-0.5.3", "3.11"
 PLATFORM = "cp311-x86_64"
+ROW = find_release(load_matrix(), RELEASE).row
 _SERVE = """
 original = staticmethod(lambda arguments: None).__func__
 class ServeSubcommand:
@@ -67,8 +69,10 @@ def wheels(folder: Path) -> list[Path]:
         "lmcache/integration/vllm/vllm_v1_adapter.py": "",
     }
     return [
-        engine_stubs.make_wheel(folder, "vllm", "0.26.0", vllm, scripts={"vllm": "vllm.entrypoints.cli.main:main"}),
-        engine_stubs.make_wheel(folder, "lmcache", "0.5.3", lmcache),
+        engine_stubs.make_wheel(
+            folder, "vllm", str(ROW["vllm"]), vllm, scripts={"vllm": "vllm.entrypoints.cli.main:main"}
+        ),
+        engine_stubs.make_wheel(folder, "lmcache", str(ROW["lmcache"]), lmcache),
     ]
 
 
@@ -78,7 +82,13 @@ def main(output: Path, debs: Path) -> None:
     cache, locks, extra = output / "cache", output / "locks", output / "extra"
     own = wheels(cache)
     lock = engine_stubs.lock_of(own, RELEASE, PLATFORM)
-    lock = Lock(lock.release, lock.platform, lock.glibc, lock.pins, (("torch", "2.11.0"), ("triton", None)))
+    lock = Lock(
+        lock.release,
+        lock.platform,
+        lock.glibc,
+        lock.pins,
+        (("torch", str(ROW["torch"]).split("+")[0]), ("triton", None)),
+    )
     locks.mkdir()
     (locks / f"{RELEASE}-{PLATFORM}.txt").write_text(render_lock(lock, "a test"))
     tools, text = read_lock("tools", "py3-x86_64")
@@ -87,10 +97,10 @@ def main(output: Path, debs: Path) -> None:
         shutil.copy(path, cache)
     extra.mkdir()
     torch = {
-        "torch/__init__.py": "__version__ = '2.11.0+cu130'\n"
+        "torch/__init__.py": f"__version__ = '{ROW['torch']}'\n"
         "class cuda:\n    is_available = staticmethod(lambda: True)\n"
     }
-    engine_stubs.make_wheel(extra, "torch", "2.11.0+cu130", torch)
+    engine_stubs.make_wheel(extra, "torch", str(ROW["torch"]), torch)
     engine_stubs.make_wheel(extra, "triton", "3.6.0", empty("triton"))
     (extra / "nvidia-smi").write_text(_NVIDIA_SMI)
     pack.pack(RELEASE, output / "parts", 2**24, PYTHON, debs=debs, locks=locks, cache=cache)
