@@ -32,7 +32,7 @@ for plugins, names in (
     (loader.connection_loader, ("ssh", "local")),
     (loader.become_loader, ("sudo",)),
     (loader.shell_loader, ("sh",)),
-    (loader.lookup_loader, ("file", "template", "vars", "varnames")),
+    (loader.lookup_loader, ("file", "vars", "varnames")),
 ):
     for name in names:
         plugins.get(f"ansible.builtin.{name}", class_only=True)

@@ -213,8 +213,13 @@ def by_concurrency(
         for profile, points in (reported or {}).items()
         if points
     ]
+    return against_concurrency(name, title, "requests at a time", y_label, lines)
+
+
+def against_concurrency(name: str, title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> Chart:
+    """``lines`` over concurrency, with a tick at every one that was measured."""
     ticks = sorted({x for line in lines for x, _ in line.points})
-    return Chart(name, title, "requests at a time", y_label, lines, log_x=True, x_ticks=ticks)
+    return Chart(name, title, x_label, y_label, lines, log_x=True, x_ticks=ticks)
 
 
 def timeline(

@@ -79,7 +79,7 @@ def _no_folder(path: str, kind: str) -> list[Finding]:
     if kind == FOLDER:
         return []
     if kind == FOREIGN_LINK:
-        text = f"{path} is a link that another user than root can set, so its target is not trusted."
+        text = f"{path} is a link that another user than root made, so its target is not trusted."
         return [Finding("KVF-HOST-064", text, f"Look where it leads, remove the link, and make {path} a folder.")]
     text = f"{path} has to be a folder but is {_WORDS[kind]}."
     return [Finding("KVF-HOST-061", text, "Move it away, then run this again.")]

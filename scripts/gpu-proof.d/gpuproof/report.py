@@ -304,7 +304,7 @@ def charts(release: str, records: Mapping[str, Mapping[str, Any]], trials: Seque
     """Requests per second and TTFT against concurrency, warm passes: the profiles of one GPU and its pool, and what
     was tried in place of ``gpu`` (such as the engine's own offload).
     """
-    from kvfleet.plots import ACCENT, STYLES, Chart, Line
+    from kvfleet.plots import ACCENT, STYLES, Line, against_concurrency
 
     drawn = [
         Line(name, (), colour, marker, style)
@@ -327,13 +327,9 @@ def charts(release: str, records: Mapping[str, Mapping[str, Any]], trials: Seque
             pairs = [(many, figure(record, "warm", many, *path)) for many in concurrencies({"": record})]
             points = [(float(many), value) for many, value in pairs if value is not None]
             lines += [replace(line, points=points)] if points else []
-        ticks = sorted({many for line in lines for many, _ in line.points})
         made.append(
-            Chart(
-                f"{release}-{name}", f"{words}, {release}", "requests at a time, warm", unit, lines, log_x=True,
-                x_ticks=ticks,
-            )
-        )  # fmt: skip
+            against_concurrency(f"{release}-{name}", f"{words}, {release}", "requests at a time, warm", unit, lines)
+        )
     return made
 
 
